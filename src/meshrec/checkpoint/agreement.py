@@ -47,7 +47,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
 
     Args:
         axis: participating ranks.
-        function: function without arguments; its result must be picklable.
+        function: function without arguments, with a picklable result.
         action: description for error messages, such as "writing the manifest".
 
     Returns:

@@ -182,7 +182,7 @@ class StoredRows(NamedTuple):
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
-        """Read a block into memory, and compare its checksum.
+        """Read a block into memory, and compare the checksum.
 
         Args:
             first: index of the block's first row within the piece; a multiple of ``rows_per_block``.

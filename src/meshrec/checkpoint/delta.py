@@ -214,7 +214,7 @@ def _hashed_rows(
 
     Args:
         touched: record of the updates that changed rows.
-        table: index of the table in its module.
+        table: index of the table in the module.
         since: return changes after this update.
         now: number of the last update.
         extra_ids: IDs of additional rows. IDs without a row are returned as evicted. None: none.

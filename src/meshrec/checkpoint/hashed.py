@@ -63,7 +63,7 @@ def hashed_targets(item: nn.Module) -> dict[str, HashedTarget]:
 
 
 def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
-    """Check that a hashed table can load its rows from a checkpoint.
+    """Check that a hashed table can load rows from a checkpoint.
 
     Args:
         target: table to load.

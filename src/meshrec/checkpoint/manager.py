@@ -159,7 +159,7 @@ class CheckpointManager:
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Load the newest intact checkpoint, and return its step. Collective.
+        """Load the newest intact checkpoint, and return the step. Collective.
 
         If a checkpoint is damaged, log a warning and try the previous checkpoint. Without any checkpoint,
         load nothing and return None.

@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file for reading, and verify its size and its header checksum.
+    """Open a data file for reading, and verify size and header checksum.
 
     Args:
         folder: checkpoint folder.

@@ -38,7 +38,7 @@ def saved_residuals(entry: str, rank: int, names: set[str]) -> list[str]:
 
     Args:
         entry: model name in the training state.
-        rank: saving rank; its residuals are selected.
+        rank: rank that saved the residuals.
         names: tensor names to select from.
     """
     return [name for name in names if name.startswith(_prefix(entry, rank))]

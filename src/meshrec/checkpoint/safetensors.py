@@ -25,7 +25,7 @@ Entry = tuple[torch.dtype, tuple[int, ...], int, int]
 
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read a safetensors file into memory, verify its SHA-256, and return the tensors by name.
+    """Read a safetensors file into memory, verify the SHA-256, and return the tensors by name.
 
     Raises:
         DamageError: the SHA-256 differs, or the file is not a safetensors file.

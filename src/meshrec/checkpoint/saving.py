@@ -245,7 +245,7 @@ class PendingSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing or uploading its files. Not collective."""
+        """Whether this rank is still writing or uploading files. Not collective."""
         snapshot = self._job.writer.snapshot
         thread = self._thread is not None and self._thread.is_alive()
         return thread or (snapshot is not None and snapshot.is_running)
@@ -456,7 +456,7 @@ class _Save:
             self.clean_up()
             raise
         notes = [self.files.note(rank).name for rank in self.writer.writing_ranks]
-        # The manifest now names the save's files, so its notes and its mark are not needed any more.
+        # The manifest now names the save's files, so notes and mark are not needed any more.
         remove_named(self.path, [*notes, Mark(self.path, self.files.nonce, KIND).path.name])
         self._release()
         remove_saves(self.path, replaced)

@@ -70,7 +70,7 @@ class Collected:
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
-        """Add the content of a state entry: its tensors, and its encoded plain values.
+        """Add the content of a state entry: tensors, and encoded plain values.
 
         Args:
             entry: entry name.
@@ -488,7 +488,7 @@ def merge_values(one: Any, other: Any, where: str) -> Any:
 def _fill_targets(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, keeps_names: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Prepare to load a module or optimizer in place: return its tensors, and how to finish.
+    """Prepare to load a module or optimizer in place: return the tensors, and how to finish.
 
     Args:
         entry: entry name.

@@ -47,7 +47,7 @@ class RankFiles(NamedTuple):
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """Return the path of the note, which a rank's background writer writes once its data is on disk."""
+        """Return the path of the note, which a rank's background writer writes once the data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 

@@ -85,7 +85,7 @@ class ObjectStore:
             return bytes(source.read())
 
     def names(self) -> list[str]:
-        """Return the names of all files in this folder and its subfolders, sorted, relative to the folder."""
+        """Return the names of all files in this folder and subfolders, sorted, relative to the folder."""
         selector = self._fs.FileSelector(self._root, recursive=True, allow_not_found=True)
         infos = self._files.get_file_info(selector)
         return sorted(
@@ -168,7 +168,7 @@ class StoredCheckpoints:
 
     @contextmanager
     def opened(self, step: int, axis: Axis) -> Iterator[Path]:
-        """Download a step's checkpoint, yield its folder on this host, and remove the folder at the end.
+        """Download a step's checkpoint, yield the folder on this host, and remove the folder at the end.
 
         Collective: the first rank on every host downloads, and all ranks wait for it.
         """

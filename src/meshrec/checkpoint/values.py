@@ -25,7 +25,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors: receives the tensors by name.
 
     Returns:
-        Value of JSON types only. Each tensor is replaced by its name.
+        Value of JSON types only. Tensors are replaced by their names.
 
     Raises:
         ValueError: the type of a value is not supported; the message names the position.

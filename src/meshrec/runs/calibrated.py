@@ -56,7 +56,7 @@ def fit_curve(
     """Fit a calibration curve with scikit-learn.
 
     Args:
-        kind: type of curve. ``isotonic`` needs thousands of samples (Zadrozny and Elkan, "Transforming
+        kind: curve type. ``isotonic`` needs thousands of samples (Zadrozny and Elkan, "Transforming
             classifier scores into accurate multiclass probability estimates", 2002). ``platt`` is a logistic
             regression on the logit, for fewer samples (Platt, "Probabilistic outputs for support vector
             machines", 1999).

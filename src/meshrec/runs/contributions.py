@@ -112,7 +112,7 @@ def contributions(
 def _row_contributions(
     row: pa.Table, background_rows: pa.Table, outputs: Any, num: int, draws: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Compute the contributions of the columns of a single row.
+    """Compute the column contributions for a single row.
 
     Args:
         row: table with one row and d columns.

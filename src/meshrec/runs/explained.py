@@ -46,7 +46,7 @@ def names_of_rows(
         if isinstance(feature, Vocabulary):
             first, values = feature.rows - len(feature.vocabulary), feature.vocabulary
             # Rows: 0 for missing values, `num_unseen` rows for unseen values, then the vocabulary. If the
-            # table size is fixed, spare rows follow the vocabulary, so its start must be counted from row 0.
+            # table size is fixed, spare rows follow the vocabulary, so the start must be counted from row 0.
             if feature.num_embeddings is not None:
                 first = 1 + feature.num_unseen
             values_by_row = {

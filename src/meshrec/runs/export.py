@@ -70,7 +70,7 @@ def export_run(
         onnx: write ``folder`` as an ONNX file instead; see [Note: ONNX] in ``export/onnx.py``.
 
     Returns:
-        Path of the package folder or file.
+        Path to the package folder or file.
 
     Raises:
         ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantized

@@ -32,7 +32,7 @@ class Job:
         device: ``cpu`` or ``cuda``; None: ``cuda`` if torch sees a GPU.
         resume: whether to continue the named run from its last checkpoint.
         changes: options in which a resumed run differs from the original run.
-        profile: whether to record a profiler trace of a few steps.
+        profile: whether to record a profiler trace for a few steps.
         baselines: whether to evaluate baselines as well, such as item popularity.
         track: names of additional observers; see `meshrec.train.trackers.make_trackers`.
         rank_timeout: seconds to wait during training for a rank without an answer.

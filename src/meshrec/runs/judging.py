@@ -145,7 +145,7 @@ def _encode_by_frequency(
 
 
 def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
-    """Compute the metrics of the samples with each column value.
+    """Compute the metrics for samples with each column value.
 
     Args:
         whole: all scored samples.

@@ -95,7 +95,7 @@ def _train_and_evaluate(
 
     Yields:
         Name, and metrics by data part: ``{"validation": {...}, "test": {...}}``. The test metrics include the
-        effective numbers of samples per class, ``positive`` and ``negative``.
+        effective sample counts per class, ``positive`` and ``negative``.
     """
     source = recipe.data
 

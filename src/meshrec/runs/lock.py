@@ -5,7 +5,7 @@ for any reason:
 
 - ``.lock`` is held by the process started by the user: MeshRec's launcher, the single process in a run, or
   rank 0 under another launcher. It is taken before the folder is read or written.
-- ``.process_rankN`` is held by rank N. When a launcher is killed, its lock ends, but the ranks still write a
+- ``.process_rankN`` is held by rank N. When a launcher is killed, that lock ends, but the ranks still write a
   last checkpoint. No other launch may write to the folder before they have ended.
 """
 
@@ -121,7 +121,7 @@ def rank_lock(folder: RunFolder, rank: int) -> Iterator[None]:
         _unlock(path, descriptor)
 
 
-# Descriptors of all locks held by this process. A forked child closes its copies, because an flock ends only
+# Descriptors of all locks held by this process. A forked child closes the copies, because an flock ends only
 # when all copies of the descriptor are closed.
 _open_descriptors: set[int] = set()
 
@@ -184,7 +184,7 @@ def _is_free(path: Path) -> bool:
 
 
 def _write_holder(descriptor: int, value: Any) -> None:
-    """Replace the content of a lock file by a description of the process holding the lock."""
+    """Replace a lock file's content by a description of the process holding the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(value).encode(), 0)
 

@@ -43,7 +43,7 @@ class Recommender(NamedTuple):
         user_column: name of the user column in the log.
         items: item values in the log, by item ID.
         num_unknown: number of users without a history.
-        step: training step of the weights.
+        step: the weights' training step.
         keep_seen: whether the recipe also ranks items from a user's history.
     """
 
@@ -70,7 +70,7 @@ class ItemValues(NamedTuple):
 
     @staticmethod
     def of(source: LogSource, features: Any) -> "ItemValues":
-        """Return the items of a run, from its log source and its fitted features."""
+        """Return the items of a run, from log source and fitted features."""
         vocabulary = vocabulary_of(features, ITEM)
         ids = item_ids(vocabulary, vocabulary.vocabulary, source.key)
         # Ascending, so that `take` can search.

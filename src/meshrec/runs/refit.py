@@ -127,7 +127,7 @@ def refit(
         folder: run folder.
         ranks: the ranks, from `join`.
         stop: the user's request to stop, after which the refit ends early.
-        tell: called with the finished share of the work, from 0 to 1.
+        tell: called with the finished share, from 0 to 1.
     """
     final = RunFolder(folder.path / FINAL, folder.is_trusted)
     if ranks.is_first and not final.path.exists():

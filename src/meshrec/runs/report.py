@@ -123,7 +123,7 @@ def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the median duration of every phase of a training step, for every rank.
+    """Return the median duration for every phase in a training step, for every rank.
 
     Returns:
         A dict per rank, with ``"rank"`` and ``"phases"``: seconds by phase name, the dense part last. For a

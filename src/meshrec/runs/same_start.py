@@ -112,7 +112,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
 
 
 def file_fingerprints(source: DataSource) -> dict[str, str]:
-    """Return a fingerprint of every file of a data source, by option name and file name."""
+    """Return a fingerprint for every file in a data source, by option name and file name."""
     return {
         f"{name}: {file}": about
         for name, path in _data_paths(source, "data")
@@ -133,7 +133,7 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
 
 
 def _describe_files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
-    """Yield the number and the description (name, row count, fingerprint) of every file of a reader."""
+    """Yield number and description (name, row count, fingerprint) for every file in a reader."""
     for number, file in enumerate([] if reader is None else reader.files):
         about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""
         yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
@@ -177,7 +177,7 @@ def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _list_data_files(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and fingerprint of a file, or of every data file in a folder."""
+    """Yield name and fingerprint for a file, or for every data file in a folder."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
@@ -209,7 +209,7 @@ def _fingerprint(path: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of all software that affects the results of a step, by name.
+    """Return the versions for all software that affects the results of a step, by name.
 
     MeshRec's version includes a digest of its source file sizes, which distinguishes unreleased versions.
     """

@@ -74,7 +74,7 @@ def restore_options(template: T, saved: Any, where: str) -> T:
     """Return a copy of ``template`` with the recorded option values.
 
     Args:
-        template: recipe, or a part of a recipe such as its model config; a dataclass.
+        template: recipe, or a part of it such as the model config; a dataclass.
         saved: output of `to_json` for an object with the same classes.
         where: name of the object in errors.
 
@@ -142,7 +142,7 @@ def _is_data_path(recipe: Recipe, name: str) -> bool:
 def describe_data(dataset: "Dataset") -> dict[str, Any]:
     """Return properties of the data that must not change in a resumed run: name, sizes and features.
 
-    A checkpoint's position in the data, and its table sizes, depend on them.
+    A checkpoint's position in the data, and table sizes, depend on them.
     """
     sizes = {
         name: None if reader is None else reader.num_samples
@@ -160,7 +160,7 @@ def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
     """Check that the loaded data has the properties recorded in the run's ``config.json``.
 
     Args:
-        config: content of ``config.json``.
+        config: ``config.json`` content.
         dataset: the loaded data.
         where: run folder, for errors.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features, Vocabulary
 
 _UNSEEN_WARNING_SHARE = 0.5
-"""A feature gets a warning if at least this share of its values did not occur in training."""
+"""A feature gets a warning if at least this share of the values did not occur in training."""
 _logger = logging.getLogger("meshrec")
 # Sharding types under which a single rank sums all rows for a column, in the same order as a single process.
 # Scores are then the same for any number of ranks.
@@ -41,7 +41,7 @@ class Scorer(NamedTuple):
         model: model with trained weights.
         recipe: the run's recipe.
         dataset: dataset whose training part, ``dataset.train``, is the data to score.
-        step: training step of the weights; None if the checkpoint does not record it.
+        step: the weights' training step; None if the checkpoint does not record it.
         features: fitted features by which the data is read; None if the recipe has none.
     """
 
@@ -89,7 +89,7 @@ def load_scorer(
 def load_model(
     run: RunFolder, ranks: Ranks, recipe: Recipe, dataset: "Dataset", *, step: int | None, last: bool
 ) -> tuple[nn.Module, int | None]:
-    """Build a run's model on the current ranks, and load its weights. Collective.
+    """Build a run's model on the current ranks, and load the weights. Collective.
 
     Args:
         run: the run.
@@ -100,7 +100,7 @@ def load_model(
             ``meshrec.checkpoint.find_checkpoint``.
 
     Returns:
-        The model, sharded if there are several ranks or hashed tables, and the training step of its weights.
+        The model, sharded if there are several ranks or hashed tables, and the weights' training step.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     # Plain SGD, because scoring updates nothing and SGD allocates no optimizer state.
@@ -230,7 +230,7 @@ def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
     Yields:
         On rank 0, the scores of a global batch, in data order. Other ranks yield nothing.
     """
-    # Every rank counts its samples. The counts are summed at the end.
+    # Every rank counts local samples. The counts are summed at the end.
     unseen = _UnseenValues(scorer.features)
     for mine in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
         every = ranks.collect(mine)

@@ -98,7 +98,7 @@ def copy_source(folder: RunFolder, source: str | None, before: Any = None) -> di
 
 
 def source_digests(source: str | None) -> dict[str, str]:
-    """Return the SHA-256 of every source file of a recipe, by file name; empty for built-in recipes."""
+    """Return the SHA-256 for every source file in a recipe, by file name; empty for built-in recipes."""
     if source is None or not _is_code(source):
         return {}
     try:
@@ -113,7 +113,7 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
 
     Args:
         folder: run folder.
-        config: content of ``config.json``.
+        config: ``config.json`` content.
 
     Raises:
         ValueError: the source may not be executed, or no longer exists.
@@ -204,7 +204,7 @@ def _key(*, make: bool) -> bytes | None:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            # os.link fails if the file exists: then another process was faster, and its key is used.
+            # os.link fails if the file exists: then another process was faster, and that key is used.
             with contextlib.suppress(FileExistsError):
                 os.link(scratch, path)
         finally:

@@ -97,7 +97,7 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
         screen: function creating the observer for the user's screen; called on rank 0 only.
 
     Returns:
-        Content of ``summary.json``.
+        ``summary.json`` content.
 
     Raises:
         ValueError: the run cannot start or finish as requested; raised on every rank.
@@ -157,7 +157,7 @@ def error_line(error: BaseException) -> str:
 def record_failed_run(folder: RunFolder, error: str) -> None:
     """Set the run's state to "failed", and write a report on the training until then.
 
-    Does nothing if the run has not written its configuration yet.
+    Does nothing if the run has no configuration yet.
     """
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)

@@ -48,7 +48,7 @@ class TableOptions:
     embedding_dim: int = 16
     """Embedding width, the same for every table."""
     table_std: float | None = None
-    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
+    """Standard deviation for initial table values. None: small values whose size depends on the row count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class DLRMConfig(TableOptions, ModelConfig):
     """
 
     bottom: tuple[int, ...] = (64,)
-    """Hidden layer sizes of the MLP over the dense values."""
+    """Hidden layer sizes for the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP over the dot products."""
+    """Hidden layer sizes for the MLP over the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
@@ -78,9 +78,9 @@ class DLRMDCNConfig(TableOptions, ModelConfig):
     """DLRM with a low-rank cross network (DCN-v2) instead of dot products; see `meshrec.models.DLRM_DCN`."""
 
     bottom: tuple[int, ...] = (64,)
-    """Hidden layer sizes of the MLP over the dense values."""
+    """Hidden layer sizes for the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP over the cross network's output."""
+    """Hidden layer sizes for the MLP over the cross network's output."""
     num_crosses: int = 2
     """Number of cross layers."""
     low_rank_dim: int = 32
@@ -103,9 +103,9 @@ class DeepFMConfig(TableOptions, ModelConfig):
     """DeepFM: pairwise products (a factorization machine) and an MLP over the same embeddings."""
 
     bottom: tuple[int, ...] = (64,)
-    """Hidden layer sizes of the MLP over the dense values."""
+    """Hidden layer sizes for the MLP over the dense values."""
     deep: tuple[int, ...] = (64, 32)
-    """Hidden layer sizes of the MLP over all embeddings and the encoded dense values."""
+    """Hidden layer sizes for the MLP over all embeddings and the encoded dense values."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
@@ -240,7 +240,7 @@ class DINConfig(TableOptions, ModelConfig):
     attention: tuple[int, ...] = (64, 32)
     """Hidden layer sizes of the attention MLP, which weights the history items."""
     over: tuple[int, ...] = (128, 64)
-    """Hidden layer sizes of the MLP over candidate, weighted history, and all other features."""
+    """Hidden layer sizes for the MLP over candidate, weighted history, and all other features."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
@@ -310,7 +310,7 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
 def seen_feature(dataset: "Dataset") -> str | None:
     """Return the name of the feature that lists items to exclude from recommendations: `Dataset.seen`.
 
-    Log a warning if a feature is called "seen" but the dataset does not declare it, because its items are
+    Log a warning if a feature is called "seen" but the dataset does not declare it, because these items are
     then recommended like all others.
     """
     if dataset.seen is None and any(feature.name == "seen" for feature in dataset.features):
@@ -330,7 +330,7 @@ def sequence_table(
     Args:
         table: table configuration. Its features, pooling and initial values are ignored.
         features: names of the features that read the table.
-        std: standard deviation of initial values; see `initial_values`.
+        std: standard deviation for initial values; see `initial_values`.
     """
     config = EmbeddingConfig(
         name=table.name,
@@ -353,7 +353,7 @@ def tables_on_meta(
     Args:
         dataset: the dataset, which determines the tables and the features that read them.
         embedding_dim: embedding width, the same for every table.
-        std: standard deviation of initial values; see `initial_values`.
+        std: standard deviation for initial values; see `initial_values`.
     """
     return _build_on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 
@@ -365,7 +365,7 @@ def _build_on_meta(
 
     Args:
         tables: table configurations.
-        std: standard deviation of initial values; see `initial_values`.
+        std: standard deviation for initial values; see `initial_values`.
         is_weighted: whether IDs have weights, by which embeddings are multiplied before pooling.
     """
     tables = [replace(table, **initial_values(std, is_hashed=table.keys is not None)) for table in tables]

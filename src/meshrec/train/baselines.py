@@ -61,7 +61,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
 
     Args:
         dataset: the dataset.
-        tell: called with the finished share of the work on the current baseline.
+        tell: called with the finished share for the current baseline, from 0 to 1.
     """
     if not dataset.labels:
         yield from _label_baselines(dataset, None, tell)
@@ -82,7 +82,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
     Args:
         dataset: the dataset.
         number: index of the label; None if the data has only one label.
-        tell: called with the finished share of the work on the current baseline.
+        tell: called with the finished share for the current baseline, from 0 to 1.
     """
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -141,7 +141,7 @@ def _scored(
         batches: samples to score.
         num_samples: number of samples in all batches.
         logits: function from a batch to the baseline's logits [B].
-        tell: called with the finished share of the samples.
+        tell: called with the finished share, from 0 to 1.
 
     Returns:
         Logits, labels and sample weights (None: all 1) of all samples.

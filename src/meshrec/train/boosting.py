@@ -109,7 +109,7 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
 
     Args:
         train: training samples.
-        judged: held-out samples, which select the number of trees.
+        judged: held-out samples, which select the tree count.
         num_trees: maximum number of trees.
         seed: seed by which LightGBM draws samples and inputs for every tree.
 
@@ -153,7 +153,7 @@ def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> 
 
     Args:
         train: training samples.
-        counts: number of residual trees and of independent trees, from `BoostedModel.counts`.
+        counts: numbers of residual trees and independent trees, from `BoostedModel.counts`.
         seed: see `fit_boosted`.
     """
     residual, _ = _fit_trees(train, None, counts[0], seed)
@@ -199,7 +199,7 @@ def _fit_trees(
 
     Args:
         train: training samples.
-        judged: held-out samples whose AUC selects the number of trees; None: keep all trees.
+        judged: held-out samples whose AUC selects the tree count; None: keep all trees.
         num_trees: maximum number of trees.
         seed: random seed.
 
@@ -236,7 +236,7 @@ def _fit_trees(
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:
-    """Convert a LightGBM tree node and all its descendants.
+    """Convert a LightGBM tree node and all descendants.
 
     Args:
         saved: node in the output of LightGBM's ``dump_model``.

@@ -51,7 +51,7 @@ class BuiltModel(NamedTuple):
     plan: PlannedShardingPlan | None
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the number of parameters in all tables (on all ranks together), and in the dense part."""
+        """Return the parameter counts in all tables (on all ranks together), and in the dense part."""
         tables = 0
         for module in self.model.modules():
             for name in ("embedding_bag_configs", "embedding_configs"):
@@ -140,7 +140,7 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
     """Allocate a collection's tables, which are on ``meta``, with the same initial values as when sharded."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
-        # Hashed tables start empty. The initial values of a row are computed from its ID.
+        # Hashed tables start empty. Initial values are computed from the ID.
         if config.keys is None:
             init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
 

@@ -37,7 +37,7 @@ class ClickLog(DataSource):
     label: str = "clicked"
     """Column with 1 if the user clicked the item, and 0 otherwise."""
     history: int = 20
-    """Maximum number of items in a history."""
+    """Maximum history length, in items."""
     validation_share: float = 0.1
     """Share of rows for validation. In time order, they come before the test rows."""
     test_share: float = 0.1

@@ -98,7 +98,7 @@ def score(
     batch_size: int = EVALUATION_BATCH,
     watch: "Callable[[Batch], None] | None" = None,
 ) -> Iterator[Scored]:
-    """Compute the logits of this rank's share of the samples, in reader order, a batch at a time.
+    """Compute logits for this rank's share of the samples, in reader order, a batch at a time.
 
     Collective: all ranks take the same number of steps. All batches have ``batch_size`` samples, the last
     with padding, because matrix libraries sum in another order at other sizes, and logits must not depend on
@@ -134,7 +134,7 @@ def score(
 def padded_logits(
     model: nn.Module, batch: "Batch", batch_size: int, ranks: Ranks, *, bf16: bool = False
 ) -> Tensor:
-    """Compute the logits of a batch after padding it to ``batch_size`` samples; return them on the CPU.
+    """Compute the logits for a batch after padding it to ``batch_size`` samples; return them on the CPU.
 
     With padding, shapes are equal on every rank, so logits do not depend on the number of ranks. The logits
     of the padding are cut off.
@@ -171,7 +171,7 @@ def evaluate(
 
 
 def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the logits, labels and sample weights of this rank's share of a reader's samples. Collective.
+    """Return logits, labels and sample weights for this rank's share of a reader's samples. Collective.
 
     Args:
         model: a model called as ``model(dense, sparse)``.

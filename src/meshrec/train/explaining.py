@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
 
 _SAMPLES = 8192
-"""Number of samples to use, over all ranks, from the start of the data."""
+"""Samples to use, over all ranks, from the first rows."""
 _BATCH = 1024
 # Permutations to evaluate; each one scores all samples again.
 _MAX_FEATURES = 64
@@ -29,7 +29,7 @@ _MAX_FEATURES = 64
 _MAX_VALUES = 8
 _MAX_SLICED = 6
 _COVERED = 0.5
-"""A feature gets metrics by value only if its most frequent values cover at least this share of samples."""
+"""A feature gets metrics by value only if the most frequent values cover at least this share of samples."""
 
 
 class Explanation(NamedTuple):
@@ -40,7 +40,7 @@ class Explanation(NamedTuple):
         metric: the metric by which importance is measured: AUC, NDCG@k, or the loss.
         importance: by feature, how much worse the metric is if the feature's values are permuted among the
             samples. In decreasing order.
-        slices: by feature and table row, the metrics of the samples with this row, for the most frequent
+        slices: by feature and table row, the metrics for samples with this row, for the most frequent
             rows. Row -1 stands for all other rows. Empty unless the labels are clicks.
     """
 
@@ -70,7 +70,7 @@ def explain(
 ) -> Explanation | None:
     """Compute permutation importance and metrics by feature value. Collective.
 
-    The importance of a feature is the loss in quality if its values are permuted among the samples (Breiman,
+    The importance of a feature is the loss in quality if the values are permuted among the samples (Breiman,
     "Random forests", 2001), on data to which the model was not fitted. Every rank permutes within its own
     batches. Redundant features have a low importance, because they can replace each other. Histories are
     permuted twice: among samples, and within every sample, which shows the importance of their order.
@@ -166,7 +166,7 @@ def _first_batches(reader: "Reader", ranks: Ranks) -> Iterator[Batch]:
 
 
 def _logits(model: nn.Module, batches: list[Batch], ranks: Ranks) -> Tensor:
-    """Return the logits of all batches, concatenated."""
+    """Return the logits for all batches, concatenated."""
     return torch.cat([padded_logits(model, batch, _BATCH, ranks) for batch in batches])
 
 
@@ -231,7 +231,7 @@ def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64]
 def _slice_metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
-    """Compute the metrics of the samples with each of the most frequent table rows.
+    """Compute the metrics for samples with each of the most frequent table rows.
 
     Args:
         logits: logits [B].

@@ -55,7 +55,7 @@ class HSTURankerConfig(ModelConfig):
     embedding_dim: int = 32
     """Embedding width, the same for every table."""
     table_std: float | None = 0.02
-    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
+    """Standard deviation for initial table values. None: small values whose size depends on the row count."""
     width: int = 64
     """Width of the tokens (vectors) between layers."""
     num_blocks: int = 3

@@ -38,7 +38,7 @@ class WeightsEvaluator:
     Attributes:
         early: early stopping, which counts evaluations without a better result.
         validation: validation metrics of the last evaluation; after training, those of the reported weights.
-        test: test metrics of the reported weights. The test data is read once, at the end.
+        test: test metrics for the reported weights. The test data is read once, at the end.
         curves: ROC curve and calibration by data part ("validation", "test"), for clicks only; see
             `meshrec.metrics.binary_curves`. Set by `compute_curves`.
         weights_step: step of the last evaluated weights; after training, that of the reported weights.
@@ -94,7 +94,7 @@ class WeightsEvaluator:
         """Evaluate weights loaded from a checkpoint on the validation data, without effect on early stopping.
 
         Args:
-            weights_step: training step of the weights.
+            weights_step: the weights' training step.
             step: current training step, for errors.
         """
         self._validate(weights_step, step, tests=False)
@@ -103,7 +103,7 @@ class WeightsEvaluator:
         """Evaluate the model on the validation data, and set ``validation`` and ``weights_step``.
 
         Args:
-            weights_step: training step of the weights.
+            weights_step: the weights' training step.
             step: current training step.
             tests: whether to add the result to the paired test against earlier weights.
         """

@@ -177,7 +177,7 @@ def fit_regression(
         train: training samples.
         judged: held-out samples, which select the penalty. None: hold out every tenth training sample.
         penalty: penalty selected in an earlier fit. If given, only fit with it, on all training samples.
-        tell: called with the finished share of the work.
+        tell: called with the finished share, from 0 to 1.
     """
     if penalty is not None:
         transposed = train.inputs.T.tocsr()
@@ -239,7 +239,7 @@ def _fit(
         transposed: the transposed input matrix, which makes gradients faster.
         penalty: L2 penalty. The bias is not penalized.
         start: weights to start from; None: zeros.
-        tell: called with the finished share of the work.
+        tell: called with the finished share, from 0 to 1.
         tolerance: relative decrease in loss at which the fit ends.
 
     Returns:

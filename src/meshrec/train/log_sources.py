@@ -28,7 +28,7 @@ _COLUMNS_OF_MOVIES = LogColumns(
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource(ABC):
-    """Base class of data sources that turn a log into user histories and next-item targets.
+    """Base class for data sources that turn a log into user histories and next-item targets.
 
     See `meshrec.data.next_items`. A run learns the item vocabulary once, and stores it in the run folder.
     """
@@ -36,7 +36,7 @@ class LogSource(ABC):
     columns: LogColumns = _COLUMNS
     """Names of the log's columns, and conditions by which rows are selected."""
     history: int = 50
-    """Maximum number of items in a history."""
+    """Maximum history length, in items."""
     windows: bool = True
     """True: a sample is a window of a user's items, and every item in it is a target. False: a sample has a
     single target item, the history before it, and more features.

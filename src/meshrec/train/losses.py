@@ -18,7 +18,7 @@ from meshrec.metrics.queries import query_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """Base class of training objectives: a loss, metrics, and a conversion from model outputs to scores.
+    """Base class for training objectives: a loss, metrics, and a conversion from model outputs to scores.
 
     A loss is a sum over samples. The training step divides it by the number of samples over all ranks,
     including samples with weight 0.
@@ -335,7 +335,7 @@ class NextItem(Loss):
 def ensemble_loss(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sum of the samples' losses. For outputs of an ensemble with M members, average over members.
 
-    A sample with weight 0 adds nothing, even if its output or label is NaN.
+    A sample with weight 0 adds nothing, even if output or label is NaN.
 
     Args:
         loss: the loss.
@@ -381,7 +381,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Loss):
-    """Multi-label objective: the weighted sum of the tasks' losses.
+    """Multi-label objective: the tasks' losses, weighted and added up.
 
     During training, the metrics of the first task select the best weights.
     """

@@ -30,12 +30,12 @@ _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 
 @dataclass(frozen=True, kw_only=True)
 class NextItemConfig(ABC):
-    """Base class of next-item model configurations, with their common options."""
+    """Base class for next-item model configurations, with their common options."""
 
     embedding_dim: int = 64
     """Embedding width of the item table."""
     table_std: float | None = 0.02
-    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
+    """Standard deviation for initial table values. None: small values whose size depends on the row count."""
     dropout: float = 0.2
     """Dropout rate in training."""
     softmax: SampledSoftmax = _DOT_PRODUCTS
@@ -146,7 +146,7 @@ class HistoryParts(NamedTuple):
         Args:
             dataset: the dataset.
             embedding_dim: embedding width of the item table.
-            std: standard deviation of initial table values; None: the table's default.
+            std: standard deviation for initial table values; None: the table's default.
 
         Raises:
             ValueError: the dataset lacks an item feature, does not have exactly one item history, or does not

@@ -32,8 +32,8 @@ class Started(NamedTuple):
         num_test: number of test samples.
         num_ranks: number of ranks.
         device: device type.
-        num_table_parameters: number of parameters in embedding tables.
-        num_dense_parameters: number of other parameters.
+        num_table_parameters: parameter count in embedding tables.
+        num_dense_parameters: count of other parameters.
         plan: sharding plan; None for an unsharded model.
         first_step: number of steps finished by earlier starts of the run.
         num_steps: step at which the run ends.
@@ -59,7 +59,7 @@ class Stepped(NamedTuple):
 
     Attributes:
         step: number of finished steps.
-        num_samples: number of samples in this step, over all ranks.
+        num_samples: samples in this step, over all ranks.
     """
 
     step: int
@@ -114,7 +114,7 @@ class Finished(NamedTuple):
     """Event: the run has ended, early or not.
 
     Attributes:
-        summary: content of ``summary.json``.
+        summary: ``summary.json`` content.
     """
 
     summary: Line

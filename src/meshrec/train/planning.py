@@ -131,7 +131,7 @@ def make_plan(
 ) -> PlannedShardingPlan:
     """Return the sharding plan for a model: the recipe's saved plan, or else a new one.
 
-    Collective if there is a group; the plan is the same on all of its ranks.
+    Collective if there is a group; the plan is the same on all ranks in the group.
 
     Args:
         recipe: the recipe.

@@ -12,7 +12,7 @@ class Progress:
 
     Attributes:
         step: number of finished steps.
-        num_samples: number of training samples so far, over all ranks, without skipped damaged rows.
+        num_samples: training samples so far, over all ranks, without skipped damaged rows.
         seconds: training time in seconds, over all starts of the run.
         position: epoch, and number of samples read in this epoch, including skipped rows.
         published: last delta written for servers; None before the first. A delta is written before every

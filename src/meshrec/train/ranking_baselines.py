@@ -60,7 +60,7 @@ def ranking_baselines(
 
     Args:
         dataset: the dataset.
-        tell: called with the finished share of the work on the current baseline.
+        tell: called with the finished share for the current baseline, from 0 to 1.
         loss: objective, which determines the metrics; None: `NextItem`.
 
     Raises:
@@ -87,7 +87,7 @@ class _Judge:
     Args:
         dataset: the dataset.
         loss: objective, which determines the metrics.
-        tell: called with the finished share of the work on the current baseline.
+        tell: called with the finished share for the current baseline, from 0 to 1.
     """
 
     def __init__(self, dataset: "Dataset", loss: NextItem, tell: Tell) -> None:

@@ -23,10 +23,10 @@ class Ranks:
     """This rank, and the process groups to which it belongs.
 
     Attributes:
-        rank: number of this rank, from 0.
+        rank: this rank's number, from 0.
         size: number of ranks in the run.
         local_size: number of ranks on this node.
-        device: device of this rank.
+        device: this rank's device.
         env: process groups for sharded modules.
         control: gloo group with all ranks, for small values on the CPU; None for a single process.
     """

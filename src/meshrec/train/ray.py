@@ -158,7 +158,7 @@ class _Reporter:
             self._report(event.line)
 
     def _report(self, line: Mapping[str, Any]) -> None:
-        """Report a line of metrics to Ray, with a pointer to the newest checkpoint if that is new."""
+        """Report a metrics line to Ray, with a pointer to the newest checkpoint if that is new."""
         train: Any = needs("ray.train", "ray")
         metrics = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
         newest = self._newest()

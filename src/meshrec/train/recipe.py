@@ -35,7 +35,7 @@ Precision = Literal["fp32", "bf16", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(ABC):
-    """Base class of data sources. Its subclasses are dataclasses, whose fields are command-line options."""
+    """Base class for data sources. Its subclasses are dataclasses, whose fields are command-line options."""
 
     @abstractmethod
     def load(self) -> "Dataset":
@@ -123,7 +123,7 @@ class FileParts:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(ABC):
-    """Base class of data sources with table rows, which fitted `Features` convert to samples.
+    """Base class for data sources with table rows, which fitted `Features` convert to samples.
 
     A run fits the features once, on the training rows, and stores them in the run folder. All later
     evaluation and scoring reads the stored features.
@@ -250,7 +250,7 @@ def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | No
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """Base class of model configurations, whose fields are command-line options.
+    """Base class for model configurations, whose fields are command-line options.
 
     `build` creates the model, with input and table sizes from a dataset.
     """
@@ -314,7 +314,7 @@ class Training:
     end_step: int | None = None
     """Step after which to end, without changing the learning rate schedule. If not set, the last step."""
     evaluate_every: int | None = None
-    """Number of steps between evaluations on validation data. If not set, evaluate after every epoch."""
+    """Steps between evaluations on validation data. If not set, evaluate after every epoch."""
     patience: int | None = None
     """Stop after this many evaluations without a better AUC, and keep the best weights."""
     chance_patience: int | None = None
@@ -345,15 +345,15 @@ class Training:
     seed: int = 0
     """Seed for initial weights and sample order."""
     log_every: int = 20
-    """Number of steps between lines of metrics."""
+    """Steps between metrics lines."""
     phases_every: int = 50
-    """Number of steps between measurements of the time per phase of a step; 0: no measurements."""
+    """Steps between measurements of the time per phase; 0: no measurements."""
     checkpoint_every: int | None = None
-    """Number of steps between checkpoints. If not set, only one is saved, at the end."""
+    """Steps between checkpoints. If not set, only one is saved, at the end."""
     keep_checkpoints: int = 3
     """Number of checkpoints to keep."""
     publish_every: int | None = None
-    """Number of steps between deltas (changed weights for servers), written to ``deltas`` in the run folder.
+    """Steps between deltas (changed weights for servers), written to ``deltas`` in the run folder.
     A further delta is written before every checkpoint. If not set, no deltas are written.
     """
     prefetch: int = 2

@@ -188,7 +188,7 @@ def _recipes_of_file(name: str) -> list[str]:
 
 
 def call_recipe(function: Any, name: str) -> Recipe:
-    """Call a recipe function, and return its recipe.
+    """Call a recipe function, and return the recipe.
 
     Args:
         function: the recipe function.

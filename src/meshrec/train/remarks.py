@@ -14,10 +14,10 @@ _CHANCE_DEVIATIONS = 2.0
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
     """Return remarks for the user on a finished run.
 
-    There is a remark if the result is not better than chance, or if the run was still improving at its end.
+    There is a remark if the result is not better than chance, or if the run was still improving at the end.
 
     Args:
-        summary: content of ``summary.json``.
+        summary: ``summary.json`` content.
         training: training options.
         num_evaluations: number of validation evaluations.
     """
@@ -49,7 +49,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
     Both are compared by the leading metric, on test data if there is some, else on validation data.
 
     Args:
-        summary: content of ``summary.json``.
+        summary: ``summary.json`` content.
     """
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         lead = leading_metric(summary[data])
@@ -77,7 +77,7 @@ def _chance_remark(
     Args:
         data: ``validation`` or ``test``, for the message.
         metrics: metrics on this data.
-        samples: effective numbers of samples, ``positive`` and ``negative``; None: unknown.
+        samples: effective sample counts, ``positive`` and ``negative``; None: unknown.
     """
     if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:
         return None

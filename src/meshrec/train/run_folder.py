@@ -65,7 +65,7 @@ class RunState(NamedTuple):
 
     Attributes:
         name: ``running``, ``stopped``, ``failed`` or ``finished``.
-        error: error message of a failed run.
+        error: a failed run's error message.
         step: last step known; None: unknown.
     """
 
@@ -95,27 +95,27 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """Path of the sharding plan, in the format of `meshrec plan`."""
+        """Path to the sharding plan, in the format of `meshrec plan`."""
         return self.path / PLAN
 
     @property
     def plan_page(self) -> Path:
-        """Path of the HTML page about the sharding plan."""
+        """Path to the HTML page about the sharding plan."""
         return self.path / "plan.html"
 
     @property
     def report(self) -> Path:
-        """Path of the run's HTML report."""
+        """Path to the run's HTML report."""
         return self.path / "report.html"
 
     @property
     def phases(self) -> Path:
-        """Path of the file with measured times per phase of a step and rank."""
+        """Path to the file with measured times per phase of a step and rank."""
         return self.path / "phases.jsonl"
 
     @property
     def whole_phases(self) -> Path:
-        """Path of the file with times per phase and rank for steps without overlap, for pipelined runs only.
+        """Path to the file with times per phase and rank for steps without overlap, for pipelined runs only.
 
         See `meshrec.train.steps.PhaseTimes`.
         """
@@ -126,15 +126,15 @@ class RunFolder:
         remove_named(self.path, [path.name])
 
     def trace(self, rank: int) -> Path:
-        """Return the path of a rank's profiler trace."""
+        """Return the path to a rank's profiler trace."""
         return self.path / f"trace_rank{rank}.json.gz"
 
     def error(self, rank: int) -> Path:
-        """Return the path of the file with a rank's error and traceback."""
+        """Return the path to the file with a rank's error and traceback."""
         return self.path / f"error_rank{rank}.txt"
 
     def log(self, rank: int) -> Path:
-        """Return the path of a rank's log file."""
+        """Return the path to a rank's log file."""
         return self.path / f"log_rank{rank}.txt"
 
     def process(self, rank: int) -> Path:
@@ -167,7 +167,7 @@ class RunFolder:
 
         Args:
             name: the state.
-            error: error message of a failed run.
+            error: a failed run's error message.
             step: current step.
         """
         self.write_json(
@@ -421,7 +421,7 @@ def to_json(value: Any) -> Any:
     """Convert a configuration object, such as a recipe, to plain JSON types.
 
     A dataclass becomes a dict with its class name as ``"type"``, unless it has a method ``to_json``. An
-    in-memory table becomes the name of its type, without the data.
+    in-memory table becomes the type name, without the data.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "to_json"):

@@ -272,7 +272,7 @@ class BestWeights:
 def _make_manager(
     folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
-    """Create the manager for a run's checkpoints, or for its best weights.
+    """Create the manager for a run's checkpoints or best weights.
 
     Args:
         folder: run folder.

@@ -30,7 +30,7 @@ class Schedule:
 
         Args:
             step: step, in ``[0, num_steps)``.
-            num_steps: number of steps in the whole run.
+            num_steps: steps in the whole run.
         """
         if step < self.warmup_steps:
             # Step 0 already trains, and the first step after the warmup has the full rate.
@@ -50,7 +50,7 @@ class LearningRates:
     Args:
         optimizers: the optimizers. Their current learning rates are the full rates.
         schedule: the schedule.
-        num_steps: number of steps in the whole run.
+        num_steps: steps in the whole run.
     """
 
     def __init__(

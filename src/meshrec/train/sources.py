@@ -24,7 +24,7 @@ class SyntheticClicks(DataSource):
     num_test: int = 100_000
     """Number of test samples."""
     num_features: int = 4
-    """Number of sparse features, each with its own table."""
+    """Number of sparse features, each with a table."""
     num_embeddings: int = 200
     """Number of rows per table."""
     ids_per_feature: int = 1
@@ -138,7 +138,7 @@ class Criteo(FileParts, SplitOptions, DataSource):
     train: tuple[str, ...]
     """Training files, folders or patterns."""
     num_embeddings: int = 100_000
-    """Number of rows in each of the 26 tables."""
+    """Rows in each of the 26 tables."""
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a damaged line raises an error, or is skipped and counted."""
 

@@ -39,7 +39,7 @@ class TrainStep:
     """Runs training steps. Call it once per step.
 
     All samples of a step count as a single batch, across ranks and accumulated batches: the loss is the mean
-    over all of them, even if ranks have different numbers of samples.
+    over all of them, even if ranks have different sample counts.
 
     Args:
         built: the model and the optimizers.
@@ -71,7 +71,7 @@ class TrainStep:
         Args:
             batches: this rank's batches, from which the next ``num_batches`` are taken.
             num_batches: number of batches whose gradients are accumulated.
-            num_samples: number of samples in the step, over all ranks and batches.
+            num_samples: samples in the step, over all ranks and batches.
 
         Returns:
             Outputs per batch.

@@ -1,4 +1,4 @@
-"""Run training steps with scheduled learning rates, measure them, and summarize them in lines of metrics."""
+"""Run training steps with scheduled learning rates, measure them, and summarize them in metrics lines."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ class Steps:
         ranks: the ranks, from `join`.
         folder: run folder; None: phase times and profile are not recorded.
         num_steps: number of steps in the learning rate schedule.
-        profile: whether to record a profiler trace of a few steps in the folder.
+        profile: whether to record a profiler trace for a few steps in the folder.
         bf16: whether to compute the dense part in bf16.
 
     Attributes:
@@ -71,11 +71,11 @@ class Steps:
         self._profiler: profiler.profile | None = None
 
     def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
-        """Run a training step, and add its outputs to ``lines``. Collective.
+        """Run a training step, and add the outputs to ``lines``. Collective.
 
         Args:
             batches: this rank's batches.
-            num_samples: number of samples in the step, over all ranks.
+            num_samples: samples in the step, over all ranks.
             lines: collects the outputs for training metrics.
 
         Raises:
@@ -121,7 +121,7 @@ class PhaseTimes:
     recorded as well. The difference between both steps is the time that the overlap hides.
 
     Args:
-        every: number of steps between recordings; 0: nothing is recorded.
+        every: steps between recordings; 0: nothing is recorded.
         folder: run folder; None: nothing is recorded.
         ranks: the ranks, which all record the same steps.
         is_pipelined: whether exchanges overlap with computation.
@@ -168,7 +168,7 @@ class PhaseTimes:
 
 
 class MetricLines:
-    """Collects outputs and times of training steps, and summarizes them in lines of metrics.
+    """Collects outputs and times of training steps, and summarizes them in metrics lines.
 
     Args:
         recipe: the recipe.
@@ -212,7 +212,7 @@ class MetricLines:
         self._waits.start()
 
     def step_fields(self) -> dict[str, Any]:
-        """Return the values in every line of metrics: step, epoch, samples and training seconds so far."""
+        """Return the values in every metrics line: step, epoch, samples and training seconds so far."""
         progress = self.progress
         epoch, sample = progress.position
         return {
@@ -223,7 +223,7 @@ class MetricLines:
         }
 
     def take(self) -> dict[str, Any]:
-        """Return a line of metrics for the steps since the last line, and start the next line. Collective."""
+        """Return a metrics line for the steps since the last line, and start the next line. Collective."""
         progress, built = self.progress, self._built
         num_samples, memory, cpu = self._ranks.sum([self._num_unreported, *memory_and_cpu()])
         progress.num_samples += int(num_samples)
@@ -252,12 +252,12 @@ class MetricLines:
 
 
 def memory_and_cpu() -> tuple[float, float]:
-    """Return the peak memory (MiB) and the CPU time (seconds) of this process since its start."""
+    """Return the peak memory (MiB) and the CPU time (seconds) of this process so far."""
     # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the norm of the parameters' current gradients: those of the last step, after clipping."""
+    """Return the parameters' gradient norm in the last step, after clipping."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -40,7 +40,7 @@ class StoppedRanks:
 
 
 def _stopped_children() -> list[tuple[int, int]]:
-    """Return (process ID, rank) for every stopped child process that is a rank of this launch."""
+    """Return (process ID, rank) for every stopped child process that is a rank in this launch."""
     children = []
     for path in _PROC.glob("self/task/*/children"):
         for word in _read_text(path).split():
@@ -53,13 +53,13 @@ def _stopped_children() -> list[tuple[int, int]]:
 
 
 def _rank_of(environment: str) -> int | None:
-    """Return the rank of a process, or None if the process is not a rank of this launch.
+    """Return a process's rank, or None if the process is not a rank in this launch.
 
     Args:
         environment: content of ``/proc/PID/environ``.
     """
     values = dict(entry.partition("=")[::2] for entry in environment.split("\0"))
-    # The store path is unique to a launch, so it identifies the ranks of this launch.
+    # The store path is unique to a launch, so it identifies the ranks in this launch.
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):
         return None
     return int(values["RANK"]) if "RANK" in values else None

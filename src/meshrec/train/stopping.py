@@ -127,7 +127,7 @@ least `_PROMISING` standard errors.
 class PairedTest:
     """Tests whether training still lowers the validation loss, by a paired test over samples.
 
-    The first evaluation is the reference. A later evaluation becomes the reference if its loss is lower by
+    The first evaluation is the reference. A later evaluation becomes the reference if the loss is lower by
     more than chance. The losses of the same sample are compared (paired), because their differences vary less
     than the losses, so a few hundred samples suffice.
 
@@ -170,7 +170,7 @@ class PairedTest:
         Args:
             losses: loss of every sample, [n]. All calls must have the same samples in the same order.
             weights: sample weights, [n]; None: all weights are 1.
-            step: training step of the evaluation.
+            step: training step at the evaluation.
         """
         deviations = 0.0
         if self.step is not None:
@@ -192,7 +192,7 @@ class PairedTest:
 
 
 def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) -> float:
-    """Return the weighted mean of paired gains [n], divided by its standard error."""
+    """Return the weighted mean of paired gains [n], divided by the standard error."""
     weights = torch.ones_like(gains) if weights is None else weights.double()
     total = weights.sum()
     if not len(gains) or not total:
@@ -233,7 +233,7 @@ class EarlyStopping:
 
         Args:
             auc: value of the metric that selects the best weights; None if there is no such metric.
-            step: training step of the evaluation.
+            step: training step at the evaluation.
         """
         self.last_step = step
         if auc is None:

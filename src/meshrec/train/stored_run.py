@@ -62,7 +62,7 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
 
 
 def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | None:
-    """Find the run that a launch created, and return its name; None if the store has no such run.
+    """Find the run that a launch created, and return the run name; None if the store has no such run.
 
     Args:
         launch: ID of the launch.

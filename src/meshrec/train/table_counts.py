@@ -1,4 +1,4 @@
-"""Count the admitted, refused and evicted IDs of hashed tables, for lines of metrics."""
+"""Count the admitted, refused and evicted IDs of hashed tables, for metrics lines."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """Computes metrics about the IDs in every hashed table, for a line of metrics.
+    """Computes metrics about the IDs in every hashed table, for a metrics line.
 
     Args:
         model: the model, with sharded tables.

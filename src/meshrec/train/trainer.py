@@ -32,7 +32,7 @@ class Trainer:
         folder: run folder; None: nothing is stored.
         observer: called with the events of the run. May be given on some ranks only.
         stop: the user's request to stop, which ends the run early.
-        profile: whether to record a profiler trace of a few steps.
+        profile: whether to record a profiler trace for a few steps.
         keep: whether to save checkpoints. If False, every rank keeps its part of the best weights in memory.
         store: object store for checkpoints; None: they are saved in the run folder.
 
@@ -40,10 +40,10 @@ class Trainer:
         built: the model and the optimizers.
         progress: progress of the training.
         saver: saves checkpoints, deltas and best weights.
-        evaluator: has the metrics of the reported weights, and early stopping.
+        evaluator: has the metrics for the reported weights, and early stopping.
         stopped: whether a stop request ended the run.
         precision: precision of the dense part in training.
-        loss_check: for bf16, the loss of the reported weights in both precisions; None before the end.
+        loss_check: for bf16, the loss for the reported weights in both precisions; None before the end.
 
     Raises:
         ValueError: the recipe cannot run on these ranks; raised on every rank.
@@ -71,7 +71,7 @@ class Trainer:
         training = recipe.training
         self._samples_per_step = training.batch_size * training.accumulate
         self.steps_per_epoch = -(-dataset.train.num_samples // self._samples_per_step)
-        """Number of steps per epoch. The last step of an epoch may have fewer samples."""
+        """Number of steps per epoch. An epoch's last step may have fewer samples."""
         self.num_scheduled_steps = training.epochs * self.steps_per_epoch
         """Number of steps in the learning rate schedule."""
         if training.max_steps is not None:
@@ -109,12 +109,12 @@ class Trainer:
 
     @property
     def validation(self) -> dict[str, float]:
-        """Validation metrics of the reported weights."""
+        """Validation metrics for the reported weights."""
         return self.evaluator.validation
 
     @property
     def test(self) -> dict[str, float]:
-        """Test metrics of the reported weights; empty before the run ends."""
+        """Test metrics for the reported weights; empty before the run ends."""
         return self.evaluator.test
 
     @property
@@ -142,7 +142,7 @@ class Trainer:
         """Train to the end or until an early stop, and load the best weights into the model. Collective.
 
         Returns:
-            Validation metrics of the reported weights.
+            Validation metrics for the reported weights.
 
         Raises:
             LossError: a loss is NaN or infinite on any rank; raised on every rank.
@@ -181,7 +181,7 @@ class Trainer:
         return evaluate(self.built.model, reader, self.ranks, loss=self.recipe.loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Compute the logits of this rank's share of a reader's samples, in order; see `evaluation.score`.
+        """Compute logits for this rank's share of a reader's samples, in order; see `evaluation.score`.
 
         Collective: every rank must exhaust the iterator.
         """
@@ -237,7 +237,7 @@ class Trainer:
                 self._steps.step.reset()
         if training.evaluate_every is None:
             self._evaluate()
-            # Save after the evaluation, so that the checkpoint includes its result.
+            # Save after the evaluation, so that the checkpoint includes the result.
             self._checkpoint()
 
     def _checkpoint(self) -> None:
@@ -263,13 +263,13 @@ class Trainer:
         self._notify(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
-        # Without `evaluate_every`, the last step of an epoch is saved by `_train_epoch`, after the
+        # Without `evaluate_every`, an epoch's last step is saved by `_train_epoch`, after the
         # evaluation.
         saves = progress.position.sample > 0 or training.evaluate_every is not None
         saves = saves and self.saver.is_due(step)
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
-        # All ranks must know that the step succeeded before its results are reported or stored.
+        # All ranks must know that the step succeeded before results are reported or stored.
         agreed = self._stop.exchange(
             self.ranks,
             failed=self._steps.step.failure is not None,
@@ -304,13 +304,13 @@ class Trainer:
         )
 
     def _log(self) -> None:
-        """Report a line of training metrics for the steps since the last line. Collective."""
+        """Report a training metrics line for the steps since the last line. Collective."""
         self._notify(Logged(self._lines.take()))
         self._steps.phases.write()
         self._lines.start_clock()
 
     def _log_remaining(self) -> None:
-        """Report a line of training metrics, if there were steps since the last line. Collective."""
+        """Report a training metrics line, if there were steps since the last line. Collective."""
         if not self._lines.is_empty:
             self._log()
 
@@ -363,7 +363,7 @@ class Trainer:
             self._check_precision()
 
     def _check_precision(self) -> None:
-        """Compute the loss of the reported weights in bf16 and in fp32, and report both. Collective."""
+        """Compute the loss for the reported weights in bf16 and in fp32, and report both. Collective."""
         reader = self.dataset.train if self.dataset.validation is None else self.dataset.validation
         self.loss_check = check_loss(self.built.model, reader, self.ranks, self.recipe.loss)
         if self.loss_check is not None:

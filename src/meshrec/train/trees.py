@@ -49,7 +49,7 @@ class TreeBaseline:
         dataset: the dataset, which has the features and the validation data.
         train: training samples.
         read: function that reads all batches of a reader, with the labels of a single task.
-        tell: called with the finished share of the work.
+        tell: called with the finished share, from 0 to 1.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TreeBaseline:
         )
 
     def __call__(self, batch: "Batch") -> Tensor:
-        """Return the logits of a batch, [B] float64."""
+        """Return the logits for a batch, [B] float64."""
         return torch.from_numpy(self._model.predict(self.matrix(batch), raw_score=True))
 
     def matrix(self, batch: "Batch") -> "Matrix":

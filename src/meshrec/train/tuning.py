@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 class Range(NamedTuple):
-    """Search space of an option: all values from ``low`` to ``high``, integers only if both are integers.
+    """Search space for an option: all values from ``low`` to ``high``, integers only if both are integers.
 
     Attributes:
         low: smallest value.
@@ -50,7 +50,7 @@ class Range(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Search space of an option: listed values."""
+    """Search space for an option: listed values."""
 
     values: tuple[Any, ...]
 
@@ -134,7 +134,7 @@ def _parse_literal(text: str) -> Any:
 
 
 def get_option(recipe: Recipe, name: str) -> Any:
-    """Return the value of a recipe option by dotted name, such as "tables.lr".
+    """Return a recipe option's value by dotted name, such as "tables.lr".
 
     Raises:
         ValueError: the option does not exist.
@@ -153,7 +153,7 @@ def get_option(recipe: Recipe, name: str) -> Any:
 
 
 def _option_names(holder: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all options in a recipe, or in a part of a recipe.
+    """Yield all dotted option names in a recipe, or in a part of it.
 
     Args:
         holder: recipe, or a dataclass in it.
@@ -202,7 +202,7 @@ class BestTrial(NamedTuple):
     Attributes:
         values: option values by name.
         worth: result of the trial; higher is better.
-        trial: number of the trial.
+        trial: trial number.
         num_trials: number of all trials in the study.
     """
 
@@ -374,7 +374,7 @@ def train_seeds(
     Args:
         recipe: the recipe.
         ranks: the ranks, from `join`.
-        num: number of seeds, at least 2.
+        num: seed count, at least 2.
         tell: prints a line for the user.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Detect a loss that is NaN or infinite, and find the first module with such values in its output."""
+"""Detect a loss that is NaN or infinite, and find the first module with such an output."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -65,7 +65,7 @@ class OutputWatch:
         self._seen.clear()
 
     def first_nonfinite(self) -> str | None:
-        """Return the name of the first module with NaN or infinity in its output, or None."""
+        """Return the name of the first module with NaN or infinity in the output, or None."""
         for name, output in self._seen:
             if any(not bool(torch.isfinite(tensor).all()) for tensor in _float_tensors(output)):
                 return name

@@ -1,4 +1,4 @@
-"""Configuration of the wide & deep model, and the fit of its initial weights.
+"""Configuration for the wide & deep model, whose initial weights are fitted to the data.
 
 `meshrec inspect` proposes this model for click data.
 """
@@ -47,9 +47,9 @@ class WideDeepConfig(ModelConfig):
     embedding_dim: int = 8
     """Embedding width, the same for every table. The first column is the ID's linear weight."""
     table_std: float | None = 0.01
-    """Standard deviation of initial table values. None: small values whose size depends on the row count."""
+    """Standard deviation for initial table values. None: small values whose size depends on the row count."""
     layers: tuple[int, ...] = (128, 64)
-    """Hidden layer sizes of the MLPs."""
+    """Hidden layer sizes for the MLPs."""
     members: int = 1
     """Number of MLPs in the ensemble. They share most weights."""
     dropout: float = 0.3
@@ -162,7 +162,7 @@ class WideDeepConfig(ModelConfig):
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
         """Return the L2 penalty per lookup, for every feature in table order; empty without shrinkage.
 
-        The loss sees a row once per lookup, so the row's penalty is divided by its expected number of
+        The loss sees a row once per lookup, so the row's penalty is divided by the expected number of
         lookups in an epoch.
         """
         if not self.shrinkage:
@@ -186,7 +186,7 @@ class _InitialValues(NamedTuple):
         scores: row scores per table (see `row_scores`), without hashed tables; empty without trees.
         trees: boosted trees.
         penalty: L2 penalty of the regression.
-        counts: number of residual trees and of independent trees; see `fit_boosted`.
+        counts: numbers of residual trees and independent trees; see `fit_boosted`.
     """
 
     linear: Tensor
@@ -201,7 +201,7 @@ def _fit_initial_values(
 ) -> _InitialValues:
     """Fit the linear weights, and trees if the model has any, to the first training samples.
 
-    Validation data selects the penalty and the number of trees, unless the configuration sets them. Without
+    Validation data selects the penalty and the tree count, unless the configuration sets them. Without
     validation data, a tenth of the training samples is held out for this.
 
     Args:
@@ -227,7 +227,7 @@ def _fit_initial_values(
     linear = torch.from_numpy(fit.weights)
     if model.trees is None:
         return _InitialValues(linear.float(), [], [], fit.penalty, (0, 0))
-    # Samples that select the number of trees must not contribute to the scores on which trees split.
+    # Samples that select the tree count must not contribute to the scores on which trees split.
     uses_all = validation is not None or config.fit_tree_counts is not None
     learns = torch.from_numpy(~validation_mask(len(train)) | uses_all)
     scores = _table_row_scores(dataset, train, learns)

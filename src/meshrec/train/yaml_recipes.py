@@ -128,7 +128,7 @@ def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
     """Convert a plain value from YAML to the value of a recipe field.
 
     Args:
-        hint: type annotation of the field.
+        hint: the field's type annotation.
         value: plain value.
         where: name of the field in errors.
         name: field name.
@@ -151,7 +151,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
     """Convert a plain value, from `to_json` or YAML, to the type of a field.
 
     Args:
-        hint: type annotation of the field.
+        hint: the field's type annotation.
         saved: the plain value.
         where: name of the field in errors.
         remedy: advice to append to errors.
@@ -194,7 +194,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
 
 
 def _concrete_classes(kind: Any) -> list[Any]:
-    """Return a class and all its subclasses in MeshRec, without abstract classes."""
+    """Return a class and all subclasses in MeshRec, without abstract classes."""
     classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
     below = [subclass for child in kind.__subclasses__() for subclass in _concrete_classes(child)]
     return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]
@@ -205,7 +205,7 @@ def _to_plain(value: Any, declared: Any) -> Any:
 
     Args:
         value: the object.
-        declared: type annotation of the field with the object. If the class differs, its name is included.
+        declared: type annotation of the field. If the class differs, the class name is included.
 
     Raises:
         ValueError: YAML cannot represent the object.
