@@ -251,7 +251,7 @@ class _HttpServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer received requests, with a request to close the connection, then close idle connections."""
+        """Answer received requests, ask clients to close their connections, then close idle connections."""
         self._guard.is_stopping = True
         await self._accept_queued(sockets or [])
         quiet_since = time.monotonic()

@@ -63,6 +63,7 @@ def _config(
         TypeError: an argument is unknown.
         ValueError: an argument has a value that MeshRec does not support.
     """
+    # Only None is accepted: pruning sets it later.
     more["num_embeddings_post_pruning"] = num_embeddings_post_pruning
     for argument, value in more.items():
         if argument not in _NOT_HERE:
@@ -96,16 +97,12 @@ def _config(
 def _bag_config(
     *args: Any, pooling: PoolingType = PoolingType.SUM, **kwargs: Any
 ) -> embedding_configs.EmbeddingBagConfig:
-    """Construct an ``EmbeddingBagConfig`` from TorchRec's arguments ``(num_embeddings, embedding_dim, name,
-    ...)``.
-    """
+    """Construct an ``EmbeddingBagConfig`` from the arguments of TorchRec's class."""
     return table_configs.EmbeddingBagConfig(**_config(*args, **kwargs), pooling=pooling)
 
 
 def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingConfig:
-    """Construct an ``EmbeddingConfig`` from TorchRec's arguments ``(num_embeddings, embedding_dim, name,
-    ...)``.
-    """
+    """Construct an ``EmbeddingConfig`` from the arguments of TorchRec's class."""
     return table_configs.EmbeddingConfig(**_config(*args, **kwargs))
 
 
@@ -118,6 +115,7 @@ def _skip_draws(
     for config in tables:
         if config.keys is not None:
             continue  # hashed keys: rows are initialized by ID
+        # The same shape, dtype and device as the table, so that the generator advances equally.
         shape = (config.num_embeddings, config.embedding_dim)
         torch.empty(shape, dtype=config.data_type.dtype, device=device).normal_()
 
@@ -141,9 +139,7 @@ EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 
 
 class RowIndexError(InputError, IndexError):
-    """Error for IDs outside a table without pooling. It is an IndexError, because TorchRec programs catch
-    that.
-    """
+    """IDs are outside a table without pooling. It is an IndexError, because TorchRec programs catch that."""
 
 
 class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
@@ -174,6 +170,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     ) -> None:
         tables = _unquantized(self, tables, embedding_configs.EmbeddingBagConfig)
         if tables:
+            # TorchRec's first draw, which it overwrites.
             _skip_draws(tables, device)
             super().__init__(tables, is_weighted, device)
         else:
@@ -190,7 +187,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up and pool: [B, sum of D], with a column block per feature; see MeshRec's."""
+        """Look up and pool the bags of all features: [B, sum of D], with a column block per feature."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
                 return keyed(super().forward(maybe_td_to_kjt(features)), torch.float32)
@@ -256,6 +253,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         self._need_indices = need_indices
         self._embedding_configs = self.embedding_configs()
         self._sorted_select = False
+        # Kept only for the methods that return them.
         self._gather_select = (use_gather_select, use_gather_select_per_sharding)
         self._feature_names = [list(table.feature_names) for table in tables]
         self._embedding_names_by_table = names_by_table(tables)
@@ -264,7 +262,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up a row per ID: by feature, [n, D]; see MeshRec's."""
+        """Look up a row per ID. Returns rows [n, D] by feature, in the bags of the input."""
         result: dict[str, JaggedTensor] = {}
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:

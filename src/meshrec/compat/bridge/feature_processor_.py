@@ -68,8 +68,8 @@ class FeatureProcessedEmbeddingBagCollection(core.FeatureProcessedEmbeddingBagCo
     """EmbeddingBagCollection whose per-sample weights are computed by feature processors."""
 
     def split(self) -> tuple[core.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
-        """Return the feature processors and the embedding collection. Run one after the other, they give the
-        same result.
+        """Return the feature processors and the embedding collection, which give the same result if run in
+        sequence.
         """
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
@@ -88,7 +88,7 @@ class FeatureProcessedEmbeddingBagCollection(core.FeatureProcessedEmbeddingBagCo
 
 
 def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
-    """Return the bags with position weights."""
+    """Return the bags with a weight per value: the weight of the value's position in the bag."""
     positions = positions_in_bags(bags.offsets(), bags.values())
     return JaggedTensor(
         values=bags.values(), weights=weights[positions], lengths=bags.lengths(), offsets=bags.offsets()
@@ -98,11 +98,13 @@ def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
 def keys_weighted_by_position(
     features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]
 ) -> KeyedJaggedTensor:
-    """Return all bags with position weights. Keys without weights get 1.
+    """Return the bags of all keys, with a weight per value: the weight of the value's position in the bag.
+
+    Values of keys without position weights get weight 1.
 
     Args:
         features: input bags.
-        names: keys with weights.
+        names: keys with position weights.
         weights: position weights per name, [maximum bag length].
     """
     weight_of: dict[str, Tensor] = {}
@@ -140,6 +142,7 @@ def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
 
 def positions_in_bags(offsets: Tensor, values: Tensor) -> Tensor:
     """Return the position within the bag for every value, int64 [N]."""
+    # In TorchScript's subset, so without MeshRec's kernel.
     lengths = offsets[1:] - offsets[:-1]
     bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     return torch.arange(values.size(0), device=offsets.device) - offsets[bags]

@@ -103,6 +103,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             env: ignored; the model knows the ranks.
             device: ignored; the model knows the device.
         """
+        # Not dmp.init_data_parallel, which would call this method again.
         core.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             dmp.register_comm_hook(None, _HOOKS[self._precision])
@@ -218,6 +219,7 @@ def shard(
     Raises:
         ValueError: no sharder handles this module.
     """
+    # Subclasses of a known module type use its sharder.
     by_type = get_module_to_default_sharders()
     sharder = sharder or next((by_type[kind] for kind in type(module).__mro__ if kind in by_type), None)
     if sharder is None:
@@ -232,6 +234,7 @@ def shard(
             f"{type(plan).__name__}. Take plan.plan[path] of a model's plan."
         )
     if not isinstance(plan, EmbeddingModuleShardingPlan):
+        # A single generator is for all tables.
         generators = apply_to_all(module, plan, sharder) if callable(plan) else plan
         plan = construct_module_sharding_plan(
             module,

@@ -69,6 +69,7 @@ class QuantizedCommCodec:
     def encode(self, input_tensor: Tensor, ctx: object | None = None) -> Tensor:
         """Encode a tensor row by row along the last dimension."""
         rows = input_tensor.reshape(-1, input_tensor.shape[-1])
+        # Formats encode matrices.
         coded = self.format.encode(rows)
         return coded.view(*input_tensor.shape[:-1], coded.shape[-1])
 
@@ -119,7 +120,7 @@ Registry = Mapping[str, QuantizedCommCodecs]
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
-    """Return the codecs for a config; fp32 if it is None.
+    """Return the codecs for both directions of a config; without a config, codecs for fp32.
 
     Raises:
         ValueError: a format or a loss scale is not supported.
@@ -155,6 +156,7 @@ def get_qcomm_codecs_registry(
     """
     full = CommType.FP32
     if qcomms_config.forward_precision is full and qcomms_config.backward_precision is full:
+        # Without a registry, all exchanges are in fp32.
         return None
     return {op.name: get_qcomm_codecs(qcomms_config) for op in (comm_ops or list(CommOp))}
 
@@ -185,11 +187,11 @@ def checked_registry(registry: Registry | None) -> Registry | None:
 def precision_of(
     registry: Registry | None, plan: EmbeddingModuleShardingPlan, *, pooled: bool
 ) -> CommsPrecision:
-    """Return the wire formats by table for a module.
+    """Return the wire formats of every table in a module.
 
     Args:
         registry: codecs by collective; None: fp32.
-        plan: module plan.
+        plan: plan of the module.
         pooled: whether the module pools. Tables split by rows then use the reduce-scatter codecs.
 
     Raises:
@@ -198,6 +200,8 @@ def precision_of(
     by_rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
     tables = {}
     for name, placed in plan.items():
+        # MeshRec has wire formats per table, TorchRec has codecs per collective: the sharding type determines
+        # which.
         op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
         if pooled:
             is_split = placed.sharding_type in by_rows

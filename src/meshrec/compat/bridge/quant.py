@@ -100,7 +100,10 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         return table_groups(self)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """Look up and pool: [B, sum of D]. torch.fx records a lookup per feature."""
+        """Look up and pool the bags of all features: values [B, sum of D].
+
+        Under torch.fx tracing, a separate lookup is recorded per feature.
+        """
         if not isinstance(features, Proxy):
             return embeddings.keyed(super().forward(maybe_td_to_kjt(features)))
         bags = features.to_dict()
@@ -157,11 +160,15 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
-        """Look up: [n, D] by feature. torch.fx records a lookup per feature."""
+        """Look up a row per ID. Returns rows [n, D] by feature, in the bags of the input.
+
+        Under torch.fx tracing, a separate lookup is recorded per feature.
+        """
         if not isinstance(features, Proxy):
             features = maybe_td_to_kjt(features)
             return embeddings.jagged(super().forward(features), features, self._configs, self._need_indices)
         bags = features.to_dict()
+        # Result keys, in table and feature order: feature, or feature@table.
         names = iter(self.embedding_names())
         result = {}
         for config, weight in self.tables().values():
@@ -193,7 +200,9 @@ _LAYOUT = {
 
 
 def _check_options(owner: str, weights: Mapping[str, Any] | None, hints: Mapping[str, Any]) -> None:
-    """Accept layout options without effect, and reject rows in FBGEMM's layout."""
+    """Accept TorchRec's options for the row layout, which have no effect here. Reject rows in FBGEMM's
+    layout.
+    """
     if weights is not None:
         raise ValueError(
             f"{owner}: table_name_to_quantized_weights holds rows in FBGEMM's layout. Make the collection "
@@ -222,6 +231,7 @@ def meta_to_cpu_placement(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
             weights = [weight for _, weight in child.tables().values()]
+            # Only rows without memory are replaced.
             _set_rows(child, [torch.zeros_like(w, device="cpu") if w.is_meta else w for w in weights])
 
 
@@ -251,10 +261,12 @@ def quantize_embeddings(
     Returns:
         The quantized module.
     """
+    # Quantization of sharded collections is collective, but TorchRec programs call this on single ranks.
     if _is_sharded(module):
         unsharded = module if inplace else copy.deepcopy(module)
         return _quantize_unsharded(unsharded, dtype, per_table_weight_dtype, output_dtype)
     quantized = _quantized(module, dtype, per_table_weight_dtype, output_dtype)
+    # Quantization always makes a copy, whose collections are then moved into the original.
     return _put_into(module, quantized) if inplace else quantized
 
 
@@ -285,6 +297,7 @@ def quantize_inference_model(
             "quantization_mapping must be None: all embedding collections become MeshRec's. Name tables in "
             "per_table_weight_dtype instead."
         )
+    # TorchRec quantizes collections with feature processors separately; here all get one type.
     has_processors = any(isinstance(m, FeatureProcessedEmbeddingBagCollection) for m in model.modules())
     if has_processors and data_type_of(fp_weight_dtype) != data_type_of(quantization_dtype):
         raise ValueError(
@@ -388,7 +401,10 @@ def _replaced(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _put_into(model: nn.Module, quantized: nn.Module) -> nn.Module:
-    """Replace the collections in ``model`` by those in ``quantized``, and return it."""
+    """Replace the collections in ``model`` by those in ``quantized``, and return the model.
+
+    If the model is a collection itself, return its quantized form.
+    """
     if isinstance(model, TableCollection):
         return quantized
     return _replaced(model, dict(_collections(quantized)))

@@ -79,6 +79,7 @@ def _reduced(table: SplitTensor) -> Any:
     local = table.local
     if len(local._parts) == 1 and local._parts[0].shape == table.shape:
         return local._parts[0].detach().__reduce_ex__(2)  # all of it is here
+    # Carries only the dtype.
     like = torch.empty(0, dtype=local.dtype)
     rectangles = [tuple(rectangle) for rectangle in local._rectangles]
     _logger.warning(

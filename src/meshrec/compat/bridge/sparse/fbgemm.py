@@ -154,6 +154,7 @@ def _batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> T
     heads, D].
     """
     bags, length = a_offsets.numel() - 1, v.size(1)
+    # Rows of v are bag-major: all heads of the first bag, then of the second.
     heads = v.size(0) // max(bags, 1)
     matrices = _padded(a_values, a_offsets, length, 0).view(bags, length, heads, -1)
     return torch.einsum("bhl,blhd->bhd", v.view(bags, heads, length), matrices).flatten(0, 1)
@@ -182,6 +183,7 @@ def _permute_bags(
     permuted_lengths_sum: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Reorder the keys of key-major bags. Returns lengths, values, and weights or None."""
+    # Indices of whole keys, [new order]; lengths are [keys, B].
     keys = permute.long()
     bags = torch.arange(lengths.numel(), device=lengths.device).view(lengths.shape)[keys].flatten()
     rows = _rows_of_bags(lengths.flatten(), bags)

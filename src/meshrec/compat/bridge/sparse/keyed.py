@@ -49,6 +49,7 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
             values: concatenated slices.
             key_dim: dimension of concatenation.
         """
+        # Without calling __init__, which checks sizes.
         kt = KeyedTensor.__new__(KeyedTensor)
         vars(kt).update(
             _keys=keys,
@@ -109,6 +110,7 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         return starts
 
     def _key_indices(self) -> dict[str, int]:
+        """Return the index by key, computed at first use."""
         given = self._index_per_key
         if given is not None:
             return given
@@ -202,6 +204,7 @@ def regrouped_values(
         groups: keys per group.
         dim: dimension to split and concatenate along.
     """
+    # If several inputs have a key, the last one counts.
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):
         parts = torch.split(values[i], lengths[i], dim=dim)
@@ -214,6 +217,9 @@ def regrouped_values(
 
 
 def _check(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> None:
+    """Raise AssertedError unless the lengths match the keys and the tensor; values are not known under
+    tracing.
+    """
     if is_traced() or not keys:
         return
     if len(keys) != len(length_per_key):
