@@ -160,6 +160,7 @@ def replace_ids_by_slots(
         A copy of the values in which slots replace the IDs of features in ``readers``; and the pins.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
+    # One kernel call for all hash indexes. New IDs get slots further below.
     replaced, missing = _find_slots(values, bounds, readers, num_keys)
     # A second tensor on the same memory, not a view: slots hold the pins, and pins must not hold the slots.
     memory = replaced.new_empty(0).set_(replaced.untyped_storage(), 0, replaced.shape, replaced.stride())
@@ -168,6 +169,7 @@ def replace_ids_by_slots(
     for key, reader in readers.items():
         # Group features with the same indexes: an index is called once per batch.
         by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
+    # Features with new IDs: their segments, indexes, and requests to assign slots.
     unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnassignedIds]]] = []
     fills = Fills()
     for keys in by_indexes.values():
@@ -179,6 +181,7 @@ def replace_ids_by_slots(
             num_missing = sum(missing[segment] for segment in segments)
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
+                # Slots used before any other call cannot be reassigned, so they need no pin.
                 if not at_once:
                     pins += [index.pin_slots(parts, train=train, fills=fills) for index in indexes]
                 continue
@@ -247,6 +250,7 @@ def _find_slots(
         A copy of the values, with -1 for IDs without a slot. The number of these IDs, by number of a searched
             segment.
     """
+    # Only features whose indexes are all searchable. Others, such as tables in files, resolve keys later.
     searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
         indexes = [index for index in reader.indexes if _is_searchable(index)]

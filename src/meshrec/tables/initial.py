@@ -43,6 +43,7 @@ def initial_rows(
         start = block * height
         # Draw the whole block even if only some of its rows are needed, so they get the same values.
         values = memory[: num_rows - start]
+        # Restores the generator afterward, so the caller's random numbers do not depend on the table sizes.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(_block_seed(seed, table, block))
             init_fn(values)
@@ -107,9 +108,11 @@ def draw_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, colu
         fp32 [N, columns].
     """
     rows = torch.empty(len(seeds), columns[1] - columns[0])
+    # Always draw a whole row: a column shard must get the same values as the whole table.
     row = torch.empty(1, dim)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for number, seed in enumerate(seeds.tolist()):
+            # 63 bits, because hashed IDs may be negative.
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             init_fn(row)
             rows[number] = row[0, columns[0] : columns[1]]

@@ -57,6 +57,7 @@ class GradientBuffer:
         rows, grads = new
         # After ``zero_grad`` there is no ``grad``, and this gradient replaces the old slots.
         if self.parameter.grad is not None:
+            # Merge with the gradient from earlier backward passes: sum the values of slots in both.
             both = torch.cat([self._rows, rows])
             rows, inverse = torch.unique(both, return_inverse=True)
             values = torch.cat([self.parameter.grad, grads])
@@ -94,6 +95,7 @@ class LocalShard(NamedTuple):
 
     def rows(self) -> Sequence[Tensor]:
         """Return the memory read by kernels, one tensor per rectangle."""
+        # Views share the parameter's memory, and kernels must not record autograd history.
         if self.is_fixed:
             return self.packing.views(self.parameter.detach())
         return [table.rows for table in self.tables]
@@ -180,6 +182,7 @@ class LocalShards:
         """
         finite = True
         for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
+            # The parameter gets a sparse gradient with parameter rows, not table rows; see ``Packing``.
             if group[0] in parts:
                 new = packing.pack_rows([parts[i] for i in group], parameter.dtype)
                 parameter.grad = new if parameter.grad is None else add_sparse(parameter.grad, new)
@@ -198,6 +201,7 @@ class LocalShards:
         gradients: dict[int, RowGradients] = {}
         for group, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
             if parameter.grad is not None and packing.table in names:
+                # User code may have replaced the gradient.
                 if not parameter.grad.is_sparse:
                     raise ValueError(
                         f"the gradient of {names[packing.table]} is dense; a fused optimizer applies the "
@@ -274,6 +278,7 @@ def allocate(
         parts, storage, spec = list(group), storages[table], specs[table]
         packing = Packing(parts, storage)
         height, width = packing.shape
+        # ``side``: the storage if it keeps rows outside the parameter.
         side = storage if isinstance(storage, ExternalRows) else None
         # External rows get an empty parameter, with only columns and dtype.
         rows = storage.allocate(height if side is None else 0, width, device)

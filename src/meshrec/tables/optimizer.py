@@ -57,6 +57,7 @@ class UpdateRule:
             ValueError: a hyperparameter is out of range.
         """
         now = self._read(self.group)
+        # Rarely true: most steps have the hyperparameters of the step before.
         if now != self._values:
             values: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
             names = [field.name for field in dataclasses.fields(self.spec)]
@@ -99,6 +100,7 @@ def rules_of(
     Returns:
         A rule per table; None for ordinary gradients.
     """
+    # Specs are frozen dataclasses, so equal hyperparameters give equal keys.
     rules: dict[OptimizerSpec, UpdateRule] = {}
     return [
         None if spec is None else rules.setdefault(spec, UpdateRule(spec, deferred=deferred, seed=seed))
@@ -122,6 +124,7 @@ class KeyOrderedState(dict[str, Any]):
 
     def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__(step=step)
+        # Called by ``keys`` and ``items``, because a save must see the rows that exist at that moment.
         self._read_slots = key_ordered
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -199,6 +202,7 @@ class FusedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
+        # Replaced by ``rebind``, as is ``_deferred``. The containers in ``_shared`` stay.
         self.tables: dict[str, FusedTable] = {}
         self._shared = _Shared({}, {}, [])
         self.rebind(tables, deferred)
@@ -245,6 +249,7 @@ class FusedOptimizer(KeyedOptimizer):
             The loss that the closure has returned; None without a closure.
         """
         loss = run_closure(closure)
+        # In "in_backward" mode the closure's backward pass has already updated the tables.
         if self._deferred is not None:
             self._deferred.step()
         return loss

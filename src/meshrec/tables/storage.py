@@ -136,6 +136,7 @@ class ExternalRows(ABC):
     attributes must take precedence.
     """
 
+    # Defaults for tables in files. ``HashedRows`` overrides the last two.
     rows_in_parameter = False
     is_growable = False
     collects_gradients = False
@@ -181,6 +182,7 @@ def slice_parts(
         first_column: table column with which the tensors start.
     """
     start, first, end = map(storage.part_column, (first_column, *columns))
+    # One-dimensional parts, such as scales, belong to whole rows and have no columns to cut.
     return {
         name: tensor[rows] if tensor.dim() == 1 else tensor[rows, first - start : end - start]
         for name, tensor in tensors.items()
@@ -200,6 +202,7 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
     Raises:
         ValueError: the rows are quantised and the value has another dtype.
     """
+    # Trainable rows convert any floating-point dtype on loading.
     if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(
             f"{name}: the table is quantised to {storage.bits} bits, and the state dict has {value.dtype}. "
@@ -218,4 +221,5 @@ def lookup_function(storages: Sequence[RowStorage]) -> LookUp:
         storages: storages of the tables, in the order in which the function gets their memory.
     """
     bits = [storage.bits for storage in storages]
+    # ``nbit.forward`` also takes floating-point tables, so a single quantised table decides.
     return functools.partial(nbit.forward, bits) if any(bits) else tbe.forward

@@ -51,6 +51,7 @@ class StreamedPart(Tensor):
         source: ExternalTable | TableSnapshot | None = None,
     ) -> "StreamedPart":
         height, width = keys[1] - keys[0], columns[1] - columns[0]
+        # A wrapper subclass has shape, dtype and device, but no memory.
         tensor: StreamedPart = Tensor._make_wrapper_subclass(
             cls, (height,) if part.per_row else (height, width), dtype=part.dtype, device=table.rows.device
         )
@@ -113,6 +114,7 @@ class StreamedPart(Tensor):
         if self.is_same(source):
             return
         assert self.source is self.table, "a snapshot stays as it is"
+        # Lazily, so only a single block is in memory at a time.
         if isinstance(source, StreamedPart):
             assert source.shape == self.shape
             pieces = source.blocks()
@@ -148,6 +150,7 @@ class StreamedPart(Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Return what DCP writes for this tensor: a single item with the whole tensor. DCP calls this."""
+        # Imported here, because the module is slow to import and only DCP needs it.
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -175,6 +178,7 @@ class StreamedPart(Tensor):
         cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, first = kwargs or {}, args[0]
+        # Either the target, the source, or both of a copy may be streamed.
         if func is _aten.copy_.default:
             if isinstance(first, StreamedPart):
                 first._load(args[1])

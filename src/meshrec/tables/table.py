@@ -31,7 +31,8 @@ Span = tuple[int, int]
 class Rectangle(NamedTuple):
     """Rows (in a hashed table: keys) [r0, r1) and columns [c0, c1) of a table."""
 
-    table: int  # table number
+    # Number of the table among those looked up together.
+    table: int
     r0: int
     r1: int
     c0: int
@@ -156,6 +157,7 @@ def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]],
         initial: function returning the initial rows in a key interval.
         lazily: whether the table may call ``initial`` later, if it can (``LazyRows``).
     """
+    # A lazy table writes a row's initial values when it is first used, which saves time and disk space.
     if lazily and isinstance(table, LazyRows):
         table.set_initial_rows(initial)
     else:
@@ -174,11 +176,13 @@ def read_weights(table: Table, keys: Tensor) -> Tensor:
     """
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
+    # Stream only the interval from the first to the last key, and pick the requested rows from its blocks.
     weights = []
     for block in table.stream(keys=(int(keys[0]), int(keys[-1]) + 1)):
         here = block.keys
         # A block may have other keys than those requested, because the interval covers all keys in between.
         if isinstance(here, range):
+            # ``keys`` ascend, so the requested keys in a consecutive block are next to each other.
             first, end = torch.searchsorted(keys, torch.tensor([here.start, here.stop], device=keys.device))
             positions = keys[first:end] - here.start
         else:

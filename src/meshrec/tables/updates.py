@@ -106,6 +106,7 @@ class WriteCounter:
         Raises:
             ValueError: a parameter was replaced; the message names it.
         """
+        # Compare by identity in C: every forward pass of a fused module does this.
         if all(map(operator.is_, weights, self._weights)):
             return
         number = next(n for n, weight in enumerate(weights) if weight is not self._weights[n])
@@ -280,6 +281,7 @@ class TableUpdates:
         self._rectangles = held.rectangles
         # Position of each fused table's parameter in ``writes``, which several ``TableUpdates`` may share.
         self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
+        # Fixed for this object's life. Resharding creates a new ``TableUpdates``.
         self._groups: list[_Group] = []
         for rule in distinct_rules([table.rule for table in fused.values()]):
             tables = [number for number, table in fused.items() if table.rule is rule]
@@ -294,7 +296,9 @@ class TableUpdates:
             group.origins = [start for i in group.whole for start in self._rectangles[i].origin]
             group.members = [(number, fused[number], fused[number].state) for number in tables]
             self._groups.append(group)
+        # Rectangles in tables without a rule, which get dense gradients.
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
+        # Rectangles for which the backward pass only collects gradients.
         deferred = [group for group in self._groups if group.rule.deferred]
         # Keys per slot, by rectangle. Only 16-bit rows need them: stochastic rounding draws by row number in
         # the whole table, and slots are not row numbers.
@@ -305,6 +309,7 @@ class TableUpdates:
             and held.weights[i].dtype is not torch.float32
         }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
+        # External rows have a placeholder parameter, whose ``grad`` cannot hold their gradients.
         self._gradient_buffers = {
             i: gradient_buffer
             for i, gradient_buffer in held.gradient_buffers().items()
@@ -353,6 +358,7 @@ class TableUpdates:
             self.admission_eviction.apply(decision)
         for update in prepared.groups:
             group = update.group
+            # Usually a single step number: all tables in the group have had equally many updates.
             for step, members in update.steps.items():
                 rectangles = group.whole
                 if len(members) < len(group.tables):
@@ -364,6 +370,7 @@ class TableUpdates:
                     gradient,
                     {table for members in update.steps.values() for table in members},
                 )
+            # Only after the kernels, so a failed call does not count as an update.
             for step, members in update.steps.items():
                 for table in members:
                     self._fused[table].state["step"] = step
@@ -389,6 +396,7 @@ class TableUpdates:
         if not self._deferred:
             return True
         parts = self._row_gradients(gradient, self._trained(self._deferred))
+        # Buffers take their rectangles first; ``parts`` then holds gradients for ordinary parameters only.
         finite = True
         for i, gradient_buffer in self._gradient_buffers.items():
             if i in parts:
@@ -407,6 +415,7 @@ class TableUpdates:
         for i, gradient_buffer in self._gradient_buffers.items():
             if (gradient := gradient_buffer.collected()) is not None:
                 rows[i] = gradient
+                # Rectangles may share pins. List a pin once.
                 pins += [pin for pin in gradient_buffer.pins if pin not in pins]
         return TableGradient(None, rows, pins)
 
@@ -415,6 +424,7 @@ class TableUpdates:
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
             members = [member for member in members if not self._lacks_gradient(member[1])]
+        # Tables in a group may have different counts: some were frozen, or loaded from other checkpoints.
         counts = {state["step"] for _, _, state in members}
         steps = {
             count + 1: [number for number, _, state in members if state["step"] == count]
@@ -457,6 +467,7 @@ class TableUpdates:
             return
         if together and gradient.looked_up is not None:
             self._run_kernel(gradient.looked_up, together, rule, hyper)
+        # Gradients already summed by row. Present them to the kernel as a lookup that reads each row once.
         if summed := [i for i in rectangles if i in gradient.rows]:
             parts = [gradient.rows[i] for i in summed]
             lookups = rows_as_lookups(
@@ -507,6 +518,7 @@ class TableUpdates:
         # Without keys, the remaining arguments keep their defaults.
         if not self._row_keys:
             return runs
+        # The kernel takes an empty tensor for rectangles that need no keys, and None for missing ``runs``.
         nothing = torch.empty(0, dtype=torch.int64)
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
@@ -519,6 +531,7 @@ class TableUpdates:
             tables: numbers of the tables to update.
         """
         group, split = prepared.group, prepared.split
+        # All rectangles at once, with the sorted rows from ``_prepare_split``.
         if isinstance(split, _RunUpdate):
             assert gradient.looked_up is not None
             for step, members in prepared.steps.items():
@@ -551,6 +564,7 @@ class TableUpdates:
         steps = [self._fused[self._rectangles[i].table].state["step"] + 1 for i in split]
         hypers = [rule.hyper(step, dim) for step, dim in zip(steps, dims, strict=True)]
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
+        # A single kernel call needs a single step number, trained tables only, and lookup gradients only.
         at_once = all(needs_gradient_only(rule.code, h) for h in values) and len(set(steps)) == 1
         at_once &= self._trained(split) == split and not gradient.rows.keys() & split
         if not split or looked_up is None or not at_once:
@@ -574,6 +588,7 @@ class TableUpdates:
         weights, rule = self._held.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._row_gradients(gradient, group.split)
+        # Also rectangles without touched rows: the exchange below is collective.
         touched = [
             self._touched_rows(i, parts.get(i) or _no_rows(weights[i]), not needs_gradient_only(rule.code, h))
             for i, h in zip(group.split, values, strict=True)
@@ -595,12 +610,14 @@ class TableUpdates:
         rows, grad = part
         if not with_weights:
             return Touched(rows, grad, grad.new_empty(0), [])
+        # ``float`` because statistics are computed in fp32 for any row dtype.
         weight = self._held.weights[i].detach()
         return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
     def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
         """Return gradients summed by touched row, by rectangle number."""
         by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
+        # One kernel call sorts and sums the gradients of all other rectangles.
         if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):
             grad, lookups = gradient.looked_up
             pairs = tbe.sparse_grad(grad, lookups.of_tables(remaining), self._heights(remaining))
@@ -654,6 +671,7 @@ def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequenc
         dims: number of columns per table.
         tables: table numbers for the field ``tables`` of the result.
     """
+    # One bag per table, in which every row is an ID. ``NONE`` pooling returns the rows as they are.
     counts = torch.tensor([0, *(len(rows_U) for rows_U in rows)], dtype=torch.int64)
     num_tables = len(tables)
     return tbe.Lookups(
@@ -689,6 +707,7 @@ def update_rows(
         optimizer: number of the optimizer in the kernels (``OptimizerSpec.code``).
         hyper: hyperparameters, as ``UpdateRule.hyper`` returns them.
     """
+    # Without origins: the table starts at row 0 and column 0.
     lookups = rows_as_lookups([rows], [grad.shape[1]], [0])
     tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, None, [])
 

@@ -145,6 +145,7 @@ class RowFile:
                 "folder of a disk with room that this process may write to."
             )
         position = self.layout.position(key)
+        # Causes below 0 come from ``ops.records``; others are ``errno`` values.
         if cause in (records.DAMAGED, records.END_OF_FILE):
             damage = (
                 "the checksum of its record differs" if cause == records.DAMAGED else "the file is shorter"
@@ -209,6 +210,7 @@ def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
     """
     if len(keys) == 0:
         return torch.full_like(requested, -1)
+    # The clamp is for requested keys above all keys in the list.
     positions = torch.searchsorted(keys, requested).clamp_(max=len(keys) - 1)
     return torch.where(keys[positions] == requested, positions, -1)
 
@@ -237,12 +239,14 @@ def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Sets the size without writing: blocks on disk are allocated by the first write.
         os.ftruncate(file, num_bytes)
     except BaseException:
         remove_scratch(path.parent)
         raise
     direct = _open_direct(path)
     if direct is None:
+        # Rows are read at random positions, so the system should not read ahead.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         return file, False
@@ -274,6 +278,7 @@ def _open_direct(path: Path) -> int | None:
 
 def _remove(file: int, folder: Path, owner: int) -> None:
     """Close and remove the file and its folder. Does nothing in a forked child."""
+    # A forked child exits, too, and must not remove the file of its parent.
     if os.getpid() == owner:
         remove_scratch(folder)
         with contextlib.suppress(OSError):

@@ -61,6 +61,7 @@ class FileRows:
         if self.cache_rows is not None:
             return self.cache_rows
         assert self.cache_bytes is not None
+        # The bookkeeping per slot counts as cache memory, too.
         return self.cache_bytes // slot_bytes(row_bytes)
 
 
@@ -75,6 +76,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         size: numbers of rows and columns in the whole table.
     """
 
+    # ``dtype`` is the first field, inherited from ``DenseRows``.
     options: FileRows
     name: str
     size: Span

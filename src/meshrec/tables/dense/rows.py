@@ -64,6 +64,7 @@ class DenseRows:
             dim: values per row.
             device: memory device.
         """
+        # Huge pages where the system has them, as for the rows: kernels read state at random positions.
         return [
             empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
             for slot in (spec.state_slots() if spec is not None else ())

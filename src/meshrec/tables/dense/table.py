@@ -34,6 +34,7 @@ class FixedTable:
         state: Sequence[Tensor],
         spec: OptimizerSpec | None,
     ) -> None:
+        # Views are made per call, because ``parameter.data`` may be replaced by other memory.
         self._parameter, self._packing, self._number = parameter, packing, number
         self.rectangle: Rectangle = packing.rectangles[number]
         self.state = state
@@ -62,6 +63,7 @@ class FixedTable:
         """
         r, (c0, c1) = self.rectangle, columns or self.rectangle.columns
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
+        # A rectangle may be empty, or lie outside the requested rows.
         if first < end and c0 < c1:
             yield RowBlock(
                 range(first, end), (c0, c1), self._slice(slice(first - r.r0, end - r.r0), (c0, c1))

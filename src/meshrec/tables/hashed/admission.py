@@ -124,6 +124,7 @@ class ExactCounts(AdmissionCounts):
             counts: occurrences per ID in this update, int64 [N].
             admitted: whether each ID is admitted, bool [N].
         """
+        # Admitted IDs had a counter only if they occurred in an earlier update.
         is_counted = self._slots.find(keys) >= 0
         if bool((is_finished := is_counted & admitted).any()):
             self._counts[self._slots.remove(keys[is_finished])] = 0
@@ -146,6 +147,7 @@ class ExactCounts(AdmissionCounts):
 
     def _so_far(self, keys: Tensor) -> Tensor:
         """Return the present count per ID, int64 [N]; 0 for IDs without a counter."""
+        # Lookups only: ``admits`` must not change anything, because the update may still fail.
         slots = self._slots.find(keys)
         counts = torch.zeros_like(keys)
         counts[slots >= 0] = self._counts[slots[slots >= 0]]
@@ -203,6 +205,7 @@ class CountMinSketch(AdmissionCounts):
             admitted: unused, because other IDs share the cells of an admitted ID.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
+        # Several IDs may write the same cell: all write the same sum, because ``new_NC`` has totals per cell.
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -214,6 +217,7 @@ class CountMinSketch(AdmissionCounts):
         Args:
             keys: key interval; None: all keys.
         """
+        # Only nonzero words: most of a large sketch may be empty.
         words = self._cells.view(torch.int64)
         used = words.nonzero()[:, 0]
         per_row = self._num_cells // _WORD
@@ -318,6 +322,7 @@ def waiting_counts(waiting: AdmissionCounts) -> dict[str, Tensor]:
     Returns:
         ``waiting_ids``: keys, ascending, int64 [N]. ``waiting``: counts (packed for a sketch), int64 [N].
     """
+    # A counter yields a single block, the base class none.
     blocks = list(waiting.stream())
     empty = torch.empty(0, dtype=torch.int64)
     keys, counts = blocks[0] if blocks else (empty, empty)

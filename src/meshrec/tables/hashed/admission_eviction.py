@@ -45,6 +45,7 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
         model: a model with fused or sharded tables.
         seconds: latest event time in the batch in seconds, such as a Unix time.
     """
+    # Sharded modules hold their ``AdmissionEviction`` objects in ``tables``, fused modules themselves.
     for module in model.modules():
         members = getattr(module, "admission_evictions", None) or getattr(
             getattr(module, "tables", None), "admission_evictions", None
@@ -151,6 +152,7 @@ class AdmissionEviction:
             if table.rectangle.table in steps
         }
         live = self._future_rows(due)
+        # All ranks see the same sums, so they agree on the full tables without another message.
         full = {t: sum(live[t]) for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows}
         if full:
             due.update(
@@ -294,6 +296,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
     slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
+    # A table that no batch in the update uses still has expired rows to evict.
     alive, policy = table.memory[ALIVE], table.storage.keys.evict
     new = keys = counts = _NONE
     admitted = None

@@ -56,6 +56,7 @@ class HashedFile:
         table, r0, r1, c0, c1 = rectangle
         parts = [start.part for start in starts]
         self._starts, self._rectangle = starts, rectangle
+        # Tells table and rectangle to a user who looks into the folder.
         file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
         label = f"table {name!r}"
         path = new_path(Path(options.path), file_name)
@@ -101,8 +102,10 @@ class HashedFile:
             slots: index slots, int64 [N].
             weights: initial weights, [N, columns].
         """
+        # The file table takes ascending keys only.
         slots, order = slots.sort()
         rows = memory_for(self.table.parts, len(slots), weights.shape[1])
+        # The weight is the first part; the others are optimizer state with constant initial values.
         rows[0].copy_(weights[order])
         for start, part in zip(self._starts[1:], rows[1:], strict=True):
             part.fill_(start.value)
@@ -118,6 +121,7 @@ class HashedFile:
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
         parts = {}
+        # Invert the sort, so rows have the order of ``slots``.
         for part, rows in zip(self.table.parts, source.rows_at(ascending), strict=True):
             parts[part.name] = torch.empty_like(rows)
             parts[part.name][order] = rows

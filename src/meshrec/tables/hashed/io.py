@@ -40,12 +40,14 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
     Raises:
         ValueError: a part does not fit, or there are more rows than ``max_rows``.
     """
+    # Collective for split tensors, so before the return of ranks without rectangles.
     whole = {name: _plain(value) for name, value in values.items()}
     if not tables:
         return
     storage = tables[0].storage
     ids = validated_ids(whole, storage, prefix)
     names = [part.name for part in storage.row_parts if part.name in whole]
+    # All values were checked above. From here on rows change.
     for table in tables:
         table.clear()
         for first in range(0, len(ids), _BLOCK_ROWS):
@@ -67,6 +69,7 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
     keys = mix(ids, table.storage.keys.seed)
     inside = in_span(keys, (r.r0, r.r1)).nonzero()[:, 0]
     if len(inside):
+        # Blocks have ascending keys, and the state dict may have another order.
         keys, order = keys[inside].sort()
         selected = inside[order]
         first, end = table.part_columns(r.columns)
@@ -112,6 +115,7 @@ def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str)
             "changed. Raise max_rows of the table's keys."
         )
     ids = whole.get(IDS)
+    # A fixed table's state dict has no IDs.
     if ids is None:
         return torch.arange(len(weight))
     for name, value in whole.items():
@@ -139,7 +143,8 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
     ids = values.get(IDS)
     local = getattr(ids, "local", None)
     parts = local.local_shards() if local is not None else [ids]
-    if not parts:  # a split tensor omits empty parts
+    # A split tensor omits empty parts.
+    if not parts:
         return not any(table.num_alive for table in tables)
     return all(
         isinstance(part, StreamedPart)
@@ -179,6 +184,7 @@ def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str
         start, end = table.part_columns(table.rectangle.columns)
         for block in table.stream():
             assert isinstance(block.keys, Tensor)
+            # Skips optimizer state, which a state dict does not show, and counts of waiting IDs.
             for name, values in block.parts.items():
                 if name in parts:
                     rows = torch.searchsorted(keys, block.keys)
@@ -193,6 +199,7 @@ def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str
 
 
 def _plain(value: Tensor) -> Tensor:
+    """Return a state dict value as an ordinary tensor in memory."""
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
     plain = values_of(full.detach())
     assert isinstance(plain, Tensor)

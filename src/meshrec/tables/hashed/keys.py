@@ -42,6 +42,7 @@ from meshrec.tables.table import RowPart, Span
 
 # Shape legend: N rows.
 
+# Sign mask: xor with it flips all bits of an int64 except the sign. Also the greatest int64.
 _WORD = (1 << 63) - 1
 # Amount by which a read increments an LFU count, so halved counts keep 16 fractional bits.
 _USE = 1 << 16
@@ -134,6 +135,7 @@ class Eviction(ABC):
 class LRU(Eviction):
     """Evict the rows whose last update is the longest ago (least recently used)."""
 
+    # Number of the last update. A new row has 0 until its first use.
     parts = (RowPart("last", torch.int32, True),)
 
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
@@ -166,6 +168,7 @@ class LFU(Eviction):
     """
 
     half_life: int | None = None
+    # Reads in units of 2^-16 as of update ``last``, to which later halvings must still be applied.
     parts = (RowPart("uses", torch.int64, True), RowPart("last", torch.int32, True))
 
     def __post_init__(self) -> None:
@@ -219,6 +222,7 @@ class TTL(Eviction):
 
     steps: int | None = None
     seconds: int | None = None
+    # Time of the last update, in updates or seconds. int64, because Unix times exceed int32 in 2038.
     parts = (RowPart("last", torch.int64, True),)
 
     def __post_init__(self) -> None:
@@ -271,6 +275,7 @@ class TTL(Eviction):
 class LowestNorm(Eviction):
     """Evict the rows with the smallest Euclidean norm."""
 
+    # The norm changes at every update of the row, so no scores are cached and nothing is stored per row.
     needs_rows = True
 
     @override
@@ -283,7 +288,9 @@ class LowestNorm(Eviction):
         If the table is split by columns, this is the sum over the columns on this rank, and the caller adds
         the sums from the other ranks.
         """
+        # fp64, because the unit 2^-40 is below fp32's resolution for values near 1.
         squares = rows.parts["weight"].double().square_().mul_(2.0**40)
+        # The clamp keeps a sum over 2^10 columns within int64, also for infinite weights.
         # Integer sums do not depend on the order, so every split into columns gives the same score.
         return squares.clamp_(max=2.0**52).round_().long().sum(1)
 
@@ -298,6 +305,7 @@ class Score(Eviction):
     """
 
     score: Callable[[RowsToJudge], Tensor]
+    # Number of the last update, for functions that combine a value with recency.
     parts = (RowPart("last", torch.int32, True),)
     needs_rows = True
     needs_whole_rows = True
@@ -332,7 +340,8 @@ class Score(Eviction):
             )
         if not scores.is_floating_point():
             return scores.long()
-        bits = (scores.double() + 0.0).view(torch.int64)  # no -0.0
+        # Adding 0.0 turns -0.0 into 0.0, so both get the same score.
+        bits = (scores.double() + 0.0).view(torch.int64)
         # Read as integers, the bits of positive floating-point values ascend with the value, and those of
         # negative values descend. Flip the latter.
         return torch.where(bits < 0, bits ^ _WORD, bits)
@@ -431,6 +440,7 @@ class Probability(Admission):
         admitted = torch.zeros_like(keys, dtype=torch.bool)
         # Compare 53 random bits with p * 2^53: as exact as a float64 probability.
         below = math.ceil(self.p * 2.0**53)
+        # Draw for the first occurrence of all IDs, then for the second, until all occurrences are used up.
         for read in range(int(counts.max()) if len(counts) else 0):
             waiting = (~admitted & (counts > read)).nonzero()[:, 0]
             drawn = mix(mix(keys[waiting], seed) ^ ((step << 20) + read), seed + 1)
@@ -482,6 +492,7 @@ class HashedKeys:
             if value is not None and not isinstance(value, kind):
                 policies = ", ".join(sorted(policy.__name__ for policy in kind.__subclasses__()))
                 raise ValueError(f"Hashed: {name} must be None or one of {policies}; got {value!r}.")
+        # With ``max_bytes``, ``rows`` checks the policy once the bytes per row are known.
         if self.admit is not None and self.max_rows is not None:
             self.admit.check(self.max_rows)
 
@@ -554,6 +565,7 @@ def first_keys(rows: Tensor, max_rows: int) -> Tensor:
         rows: bucket numbers, int64 [N].
         max_rows: number of buckets, below 2^31.
     """
+    # row * 2^64 / max_rows as row * whole + row * remainder / max_rows, because 2^64 does not fit int64.
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
     return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY

@@ -198,6 +198,7 @@ class HashedTable:
     ) -> None:
         width = rectangle.c1 - rectangle.c0
         self.rectangle, self.storage, self.spec = rectangle, storage, spec
+        # ``slots`` are optimizer state slots here, not row positions.
         slots = spec.state_slots() if spec is not None else ()
         self.parts: Sequence[RowPart] = [
             *storage.row_parts,
@@ -226,10 +227,13 @@ class HashedTable:
         row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in storage.policy_parts}
         row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         label = f"table {storage.name!r}"
+        # Maps keys to slots, for live and pending rows.
         self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
         self._grown = GrowingRows(
             list(row.values()), max_rows=most, name=label, other_regions=self.slots.growing_regions
         )
+        # The tensors have the order of ``row``, in which ``weight`` is first; ``_write_new_rows`` relies on
+        # it.
         self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
         """Tensors indexed by slot, by name: weights and optimizer state unless they are in a file, policy
         parts, ``ALIVE`` (whether a slot is alive), ``pins`` (how many batches in flight use a pending slot),
@@ -275,6 +279,7 @@ class HashedTable:
         """Optimizer state that kernels change, one tensor per state name, indexed like ``rows``."""
         if self.file is not None:
             return self.file.table.state
+        # ``parts`` lists row parts first, then optimizer state.
         return [self.memory[part.name] for part in self.parts[len(self.storage.row_parts) :]]
 
     @property
@@ -318,12 +323,14 @@ class HashedTable:
         self.release()
         slots = self.slots.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
+        # Also in evaluation: a new ID reads its initial row at a pending slot, freed when the batch ends.
         if num_absent:
             fresh = assign_slots([UnassignedIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
         with Fills() as fills:
             pin = self.pin_slots([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
         if self.file is None:
             return Resolved(slots, pin)
+        # New rows are known to the file's cache by now: ``pin_slots`` has set them there.
         cached, pin.arriving = self.file.resolve(slots, keys, train=train)
         return Resolved(cached, pin)
 
@@ -353,6 +360,7 @@ class HashedTable:
         # in ``in_flight`` tell who uses them.
         pending, num_pending = _NONE, self.slots.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
+            # Common case: all pending slots in the table are new in this batch.
             pending = fresh.slots
             fills.add(self.memory["pins"], pending, 1)
         elif num_pending:
@@ -390,6 +398,7 @@ class HashedTable:
             slots: pending slots, int64 [N].
             fills: queue for the writes.
         """
+        # Only the flag changes here. At an update, the kernels change the rows afterward.
         if len(slots):
             fills.add(self.memory[ALIVE], slots, 1)
             self.accounting.report.live += len(slots)
@@ -417,11 +426,13 @@ class HashedTable:
         # Weights and keys are written below. Flags and pins are already right: a slot that was free is not
         # alive and has no pins, and a slot that is reset must keep the pins.
         unchanged = [i for i, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
+        # Fresh memory needs no initial weights either, as they are written below for these slots.
         num_written = int("weight" in self.memory)
         self._grown.start_rows(
             slots, self.slots.num_slots, fills, num_written=num_written, unchanged=unchanged
         )
         ids, columns = self.ids_of(keys), self.rectangle.columns
+        # ``.data`` leaves the tensor's version counter unchanged, so torch does not count this as a write.
         if self.file is None:
             self.storage.write_new_rows(self.memory["weight"].data, slots, ids, columns)
         else:
@@ -438,6 +449,7 @@ class HashedTable:
             keys: interval from which to return keys; None: all keys.
         """
         all_keys, slots = self.slots.items()
+        # The index also lists pending slots. Skip the test if there are none.
         selected = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
         if keys is not None:
             inside = in_span(all_keys, keys)
@@ -470,6 +482,7 @@ class HashedTable:
             columns: table columns to return; None: all in the rectangle.
             keys: key interval to return; None: all keys.
         """
+        # List the keys once, then gather rows block by block, so a block's copy is the only large memory.
         live_keys, slots = self.live_keys(keys)
         columns = columns or self.rectangle.columns
         step = self.block_rows
@@ -526,11 +539,13 @@ class HashedTable:
         r, storage = self.rectangle, self.storage
         names = [part.name for part in self.parts] if names is None else list(names)
         if storage.bits:
+            # A quantised row holds codes, scale and bias in the same bytes. Split them into parts.
             rows = self.memory["weight"].detach()[slots]
             coded = zip(storage.row_parts, storage.parts(rows, r.c1 - r.c0), strict=True)
             parts = {part.name: values for part, values in coded}
         else:
             parts = {name: self.memory[name].detach()[slots] for name in names if name in self.memory}
+        # Read the file only if a requested part is not in memory.
         if self.file is not None and len(parts) < len(names):
             parts |= self.file.read(slots, frozen)
         first, end = (storage.part_column(column - r.c0) for column in columns)
@@ -556,6 +571,7 @@ class HashedTable:
         self.accounting.loads += 1
         for block in blocks:
             keys = block.keys if isinstance(block.keys, Tensor) else torch.tensor(list(block.keys))
+            # A block has either rows or counts of waiting IDs.
             if "waiting" in block.parts:
                 self.admission_counts.load(keys, block.parts["waiting"])
                 continue
@@ -563,9 +579,11 @@ class HashedTable:
             absent = slots < 0
             if bool(absent.any()):
                 slots[absent] = self.slots.insert(keys[absent])
+            # Grow before reading the flags, which have no entry for slots beyond the present height.
             self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
             new = ~self.memory[ALIVE][slots]
             with Fills() as fills:
+                # Initial values first, because the block may lack some parts.
                 self._write_new_rows(slots[new], keys[new], fills)
                 self.mark_alive(slots[new], fills)
             if self.file is not None:
@@ -580,6 +598,7 @@ class HashedTable:
             block: new values.
         """
         r, storage = self.rectangle, self.storage
+        # Parts in a file were loaded by the caller; the block's other parts are in memory.
         targets = {name: tensor.detach() for name, tensor in self.memory.items()}
         if storage.bits:
             views = storage.parts(targets["weight"], r.c1 - r.c0)
@@ -597,6 +616,7 @@ class HashedTable:
 
     def clear(self) -> None:
         """Remove all rows, and the counts of all IDs waiting for admission."""
+        # Evict instead of dropping the memory: batches in flight may use the rows.
         evict_rows([(self, self.live_keys()[1], ())])
         self.admission_counts = self._new_admission_counts()
 
@@ -655,6 +675,7 @@ class KeyOrderedRows:
 
     def __init__(self, table: HashedTable, first: int = 0) -> None:
         self._table, self._first = table, first
+        # Fixed when the view is made. ``is_of`` tells whether they still fit the table.
         self._keys, self._slots = table.live_keys()
         r = table.rectangle
         # Columns count elements of the part ``weight``: bytes for quantised rows, as in a state dict.
@@ -708,6 +729,7 @@ class KeyOrderedRows:
 
         The fork keeps the memory as it is now, and a log keeps the rows in a file that change afterward.
         """
+        # A shallow copy: the lists of keys and slots are shared, and do not change.
         snapshot = copy.copy(self)
         snapshot._frozen = self._table.freeze()
         return snapshot
@@ -871,6 +893,7 @@ class HashedRows(ExternalRows):
             ids: ID per slot, int64 [N].
             columns: table columns that ``rows`` holds.
         """
+        # The kernel writes fp32 uniform rows directly to the slots. Other rows are built first, then copied.
         if self.dtype == torch.float32 and self.init_fn is None:
             low, high = self.bounds
             write_uniform_rows(rows, slots, ids, seed=self.row_seed, low=low, high=high, column=columns[0])
@@ -924,6 +947,7 @@ def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
 
 def release_rows(tables: Iterable[HashedTable]) -> None:
     """Free the pending slots that no batch in flight uses any longer, in all given tables at once."""
+    # Most calls find nothing released and end here.
     releasing = [(table, ended) for table in tables if table.released and len(ended := _pop_released(table))]
     if releasing:
         free, counts = release_slots(
@@ -1011,6 +1035,7 @@ def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
         The removed keys, one tensor per pair.
     """
     keys = free_slots([(table.slots, slots) for table, slots in rows])
+    # Drop cached rows, too. Records in the file may stay: a slot's next row is written before it is read.
     for table, slots in rows:
         if table.file is not None and len(slots):
             table.file.table.drop(slots.sort().values)
