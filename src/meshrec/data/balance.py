@@ -47,6 +47,7 @@ def balanced_shares(lengths_B: Ints, world_size: int, attention_width: int = 0) 
     for sample in np.argsort(-costs, kind="stable").tolist():
         cost, rank = heapq.heappop(heap)
         shares[rank].append(sample)
+        # A full rank leaves the heap.
         if len(shares[rank]) < room[rank]:
             heapq.heappush(heap, (cost + float(costs[sample]), rank))
     return [np.array(sorted(share), dtype=np.int64) for share in shares]

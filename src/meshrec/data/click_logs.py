@@ -63,7 +63,9 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
     if HISTORY in table.column_names:
         return table
     codes, _ = codes_of(table[columns.user])
+    # The last key is the primary one: sort by user, then by time.
     order = np.lexsort((times, codes))
+    # The same rule as for ratings: simultaneous impressions do not count as earlier.
     past = ratings_before(codes[order], times[order])
     is_click = _label_values(name, table[label], label)[order] > 0
     clicked = order[is_click]

@@ -73,6 +73,7 @@ class CriteoText(EncodedRows, Source):
 
     def __init__(self, files: Sequence[Path], features: Encoding, faults: Faults) -> None:
         super().__init__(features, faults)
+        # Positions of the blocks in the files, by block number.
         self._blocks = [block for file in files for block in find_blocks(file, faults, size=_PIECE)]
         if not self._blocks:
             raise DataError(f"none of {len(files)} files has lines: {[str(file) for file in files[:5]]}.")
@@ -185,6 +186,7 @@ def criteo(
 
 def _source(paths: Paths, features: Encoding, faults: Faults) -> ParquetSource | CriteoText:
     """Open text files or Parquet files as a source; an ``open_source`` function for `table_dataset`."""
+    # A folder may have subfolders, which are not data.
     files = [file for file in expand(paths, "*") if is_address(file) or not Path(file).is_dir()]
     kinds = {suffix_of(file) == ".parquet" for file in files}
     if len(kinds) > 1:

@@ -87,6 +87,7 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
     """
     head, is_whole = _head_of(file)
     encoding = given.encoding or ("utf-16" if head.startswith(_BYTE_ORDER_MARKS) else "utf8")
+    # The head may end in the middle of a character, which must not fail.
     text = head.decode(encoding, errors="replace")
     by_delimiter = {
         delimiter: _rows(text, delimiter, is_whole=is_whole)
@@ -100,6 +101,7 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
     delimiter = "," if "," in fitting else widest
     has_comma = delimiter != "," and _has_decimal_comma(by_delimiter[delimiter][1:])
     dialect = Dialect(delimiter, given.decimal_point or ("," if has_comma else "."), encoding)
+    # Log only what was detected without any option, and only if it is not the default.
     if given != DETECTED:
         return dialect
     if dialect != Dialect(delimiter="\t" if is_tsv(file) else ","):

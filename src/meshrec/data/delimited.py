@@ -47,14 +47,17 @@ def parse(
     bad_lines: list[tuple[int, int, int]] = []
 
     def invalid(row: Any) -> str:
+        # Arrow counts lines from 1.
         bad_lines.append((row.number - 1, row.actual_columns, row.expected_columns))
         return "skip"
 
     options: dict[str, Any] = {
+        # With threads, Arrow does not know the line numbers for invalid rows.
         "read_options": pa_csv.ReadOptions(use_threads=False, column_names=columns, block_size=1 << 24),
         "parse_options": pa_csv.ParseOptions(
             delimiter=delimiter,
             quote_char='"' if quotes else False,
+            # Empty lines count, so line numbers match the file.
             ignore_empty_lines=False,
             invalid_row_handler=invalid,
         ),
@@ -63,6 +66,7 @@ def parse(
     try:
         table = _read(text, options, arrow_types)
     except (pa.ArrowInvalid, KeyError):
+        # The second read reports all bad lines again.
         bad_lines.clear()
         # Arrow does not report which rows failed. Read strings, and convert column by column.
         try:
@@ -133,6 +137,7 @@ def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faul
     table, lines = table.filter(pa.array(valid)), lines[valid]
     for position, (name, kind) in enumerate(types.items()):
         if table[name].type != kind:
+            # The patterns allow surrounding blanks, but Arrow's cast does not.
             text = pc.utf8_trim_whitespace(table[name])
             text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
             table = table.set_column(position, name, text.cast(kind))

@@ -42,6 +42,7 @@ class RowChecks(NamedTuple):
             problem: predicate of the message, such as "is null"; the row is its subject.
             is_allowed: failing rows are omitted by configuration, and are not damage.
         """
+        # The message stays a template: `Faults.check` fills in the row.
         name, first_row, file = self.origin
         message = f"{name}, column {column!r}: row {{row}} {problem}"
         self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)

@@ -108,6 +108,7 @@ def _plain_array(array: Any) -> Any:
             return values.take(array.indices)
         return pa.DictionaryArray.from_arrays(array.indices, values, ordered=kind.ordered)
     if pa.types.is_run_end_encoded(kind):
+        # A slice shares its runs with the whole array, and a row is in the first run that ends after it.
         rows = np.arange(array.offset, array.offset + len(array))
         return _plain_array(array.values).take(np.searchsorted(array.run_ends.to_numpy(), rows, side="right"))
     if is_list(kind):
@@ -131,6 +132,7 @@ def _plain_lists(array: Any) -> Any:
     kind, num = array.type, len(array)
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_fixed_size_list(kind):
+        # Fixed-size lists are stored one after the other, also null ones.
         starts = (array.offset + np.arange(num, dtype=np.int64)) * kind.list_size
         sizes = np.full(num, kind.list_size, np.int64)
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -226,6 +228,7 @@ def decimal_words(array: Any, *, scaled: bool = False) -> tuple[Ints, Bools]:
     if array.null_count:
         words = np.where(array.is_null().to_numpy(zero_copy_only=False)[:, None], 0, words)
     upper = words[:, 1:]
+    # The upper words only repeat the sign (int64), or are 0 (uint64).
     is_narrow = (upper == words[:, :1] >> 63).all(1) | (upper == 0).all(1)
     return words, is_narrow
 

@@ -48,6 +48,7 @@ class Faults:
     def __init__(self, on_error: OnError) -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
+        # All sources in a dataset share this object.
         self.skipping = on_error == "skip"
         self.skipped: dict[str, int] = {}
         """Number of omitted rows, by a message with location and reason. Later epochs are not counted again.

@@ -34,6 +34,7 @@ def to_table(frame: Any) -> "pa.Table":
 
     if isinstance(frame, pa.Table):
         return plain_table(frame)
+    # By module name, because pandas may not be installed.
     if type(frame).__module__.split(".")[0] == "pandas":
         return plain_table(_of_pandas(frame))
     if type(frame).__module__.startswith("datasets."):  # handles index-based row selections
@@ -105,6 +106,7 @@ def read_csvs(
         # A column without any value in all files has no inferred type: the known kind decides.
         empty = {"integer": pa.int64(), "time": pa.timestamp("us")}.get(kinds.get(name, ""), common)
         types[name] = empty if common == pa.null() else common
+    # A file may lack some columns.
     targets = [{name: types[name] for name in table.column_names} for table in tables]
     tables = [
         table
@@ -151,9 +153,11 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
             return pa_csv.read_csv(
                 text,
                 read_options=pa_csv.ReadOptions(encoding=dialect.encoding),
+                # Markers such as NA stay text in text columns.
                 convert_options=pa_csv.ConvertOptions(
                     strings_can_be_null=False, column_types=dict(types), decimal_point=dialect.decimal_point
                 ),
+                # Quoted fields may contain line breaks.
                 parse_options=pa_csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
             )
 
@@ -164,6 +168,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
         _check_header(path, names)
         if is_json(path):
             return table
+        # Columns in which the first pass may have lost leading zeros or low digits.
         numeric = [name for name in names if name not in types and _is_number(table[name].type)]
         numeric = [name for name in numeric if name not in fixed or _may_be_rounded(table[name])]
         if not numeric:

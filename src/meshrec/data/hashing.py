@@ -89,5 +89,6 @@ def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
     for start in range(0, int(lengths.max(initial=0)), 8):
         remaining = np.clip(lengths - start, 0, 8)
         word = words[np.where(remaining > 0, starts + start, 0)].view("<u8")[:, 0] & _FIRST_BYTES[remaining]
+        # Strings that have ended keep their hash.
         hashes = np.where(remaining > 0, mix(hashes ^ word), hashes)
     return lengths, hashes

@@ -146,8 +146,10 @@ def open_histories(
             "hashed": None if hashed is None else asdict(hashed),
             "seed": seed if log.columns.ties == "shuffle" else None,
         }
+        # Other options have another folder, so runs with different options do not replace each other's build.
         path = folder / f"sorted-{digest_of([_options(log), options])}"
         vocabulary = hashlib.sha256(hashes_of(item.vocabulary).tobytes()).hexdigest()
+        # All inputs that item IDs depend on.
         key = digest_of([numbered.key, vocabulary, item.rows, item.num_unseen])
         sorter = _Sorter(numbered, item, hashed, seed, memory)
         manifest = _stage(path, key, sorter.build, numbered.parts)
@@ -319,12 +321,14 @@ class _Numbered:
             values = self._numbered_integers(name, kind, folder)
             return self._unified(name, kind, folder) if values is None else values
 
+        # Users and items are numbered at the same time, in two threads.
         values = dict(zip((USER, ITEM), bounded_map(unified, (USER, ITEM), 2), strict=True))
         counts = {name: np.zeros(len(values[name]), np.int64) for name in values}
 
         def counted(part: int) -> dict[str, Ints]:
             return {name: self.numbers(name, part, folder) for name in values}
 
+        # All values in parts have a number so far: -1 appears only in `_frequent`.
         for numbers in bounded_map(counted, range(num_parts), num_threads()):
             for name in counts:
                 counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
@@ -354,12 +358,14 @@ class _Numbered:
         values = pa.array([], kind)
         pending: list[Any] = []  # distinct values of parts from ``first`` on, not merged into ``values`` yet
         first = 0
+        # Parts are merged in log order, which gives numbers by first appearance.
         for part, distinct in enumerate(self._distinct(name)):
             pending.append(_converted(distinct.dictionary_encode().dictionary, kind))
             # Every merge hashes all merged values again, which takes quadratic time in total for a merge per
             # part. So merge only when there are at least as many pending values as merged ones.
             if sum(map(len, pending)) < len(values) and part + 1 < len(self.parts.parts):
                 continue
+            # One dictionary for all chunks: merged values keep their numbers, because they come first.
             encoded = pa.chunked_array([values, *pending]).dictionary_encode()
             values = encoded.chunk(0).dictionary
             for number, chunk in enumerate(encoded.chunks[-len(pending) :]):
@@ -395,6 +401,7 @@ class _Numbered:
         num = 0
         for column in columns:
             values = column.to_numpy().astype(np.int64, copy=False) - low
+            # `pc.unique` keeps the order of first appearance.
             new = pc.unique(pa.array(values[numbers[values] < 0])).to_numpy()
             numbers[new] = np.arange(num, num + len(new))
             order.append(new + low)
@@ -425,6 +432,8 @@ class _Numbered:
         num = dict.fromkeys(values, 0)
         for part in range(len(self.parts.parts)):
             numbers = {name: self.numbers(name, part, folder) for name in values}
+            # Counted once, before any row is omitted: omitting rows does not make further users or items
+            # infrequent.
             is_counted = is_frequent[USER][numbers[USER]] & is_frequent[ITEM][numbers[ITEM]]
             for name in values:
                 counted = numbers[name][is_counted]
@@ -476,6 +485,7 @@ class _Numbered:
     def _states(self, described: Features) -> Iterator[FitState]:
         first = 0
         for part in range(len(self.parts.parts)):
+            # Rows are numbered among counted rows, as in `fit_log`, so both draw the same sample.
             table = self.item_features(self.counted(part)[0])
             if table.num_rows:
                 yield described.state_of(table, np.arange(first, first + table.num_rows))
@@ -532,6 +542,7 @@ class _Sorter:
         parts, threads = self.numbered.parts, num_threads()
         counts_U = self.numbered.counts(USER)
         num_rows, num_users = int(counts_U.sum()), len(counts_U)
+        # Every thread sorts a bucket, and the caller writes another one.
         max_rows = max(self.memory // (_SORT_BYTES * (threads + 1)), num_rows // _MAX_BUCKETS, 1)
         # A bucket has all rows of its users, so buckets are sorted independently. A user with more than
         # max_rows rows makes a larger bucket.
@@ -558,6 +569,7 @@ class _Sorter:
                 progress = Progress("sorting the histories", num_kept)
                 # Buckets are sorted in threads, and written in user order.
                 for bucket, rows in zip(buckets, bounded_map(self._sort, buckets, threads), strict=True):
+                    # Row counts per user; their cumulative sum below gives the offsets.
                     offsets[bucket.start + 1 : bucket.stop + 1] = np.diff(rows.offsets)
                     for name, write in writers.items():
                         write(getattr(rows, name))
@@ -578,6 +590,7 @@ class _Sorter:
             rows, _, items = self.numbered.counted(part)
             known = np.flatnonzero(self.is_known[items])
             distinct, first = np.unique(items[known], return_index=True)
+            # Rows with an item that no earlier part has.
             new = known[first[~is_seen[distinct]]]
             is_seen[distinct] = True
             features = self.numbered.item_features(rows.take(pa.array(new)))
@@ -713,6 +726,7 @@ def _sorted_order(keys: list[Ints]) -> Ints:
             packed = values if order is None else values[order]
             packed = (packed >> shift & (1 << width) - 1) << bits
             packed |= positions
+            # Positions break ties between equal digits, which makes the sort stable.
             packed.sort()
             packed &= (1 << bits) - 1
             order = packed if order is None else order[packed]

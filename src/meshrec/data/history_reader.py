@@ -85,6 +85,7 @@ class HistoryReader(IndexedSamples, Reader):
         users, indices = self._targets(samples)
         firsts = log.firsts[users]
         lengths = np.minimum(indices - firsts, self._history)
+        # A history is the range just before its target, because the log is sorted by user and time.
         starts = indices - lengths
         # The targets of a window are the history shifted by one item, ending with the target itself.
         num_targets = lengths if self._has_window_targets else np.ones_like(lengths)

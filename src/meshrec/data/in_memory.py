@@ -158,6 +158,7 @@ class InMemoryReader(IndexedSamples, Reader):
             raise ValueError(f"all arrays must have one entry per sample, got {sizes} entries.")
         if len(labels) == 0:
             raise ValueError("there are no samples to read: the arrays are empty.")
+        # Row numbers refer to ``_files``; by default, rows are numbered by sample.
         self._rows = np.arange(len(labels), dtype=np.int64) if rows is None else rows
         self._files = tuple(files) or (RowsOfFile("memory", 0, len(labels)),)
         if label_range is not None:

@@ -93,8 +93,10 @@ class Interactions:
             indices = np.arange(start, min(start + BLOCK, len(self.items)))
             # Users with interactions in this block, and how many: offsets cut off at the block's edges.
             first, last = self.users_of(indices[[0, -1]])
+            # A user may have interactions in several blocks.
             lengths = np.diff(self.offsets[first : last + 2].clip(start, start + len(indices)))
             users = np.repeat(np.arange(first, last + 1), lengths)
+            # Users' blocks end at different indices, so a block may have gaps.
             is_before = indices < stops[users]
             yield Block(self, indices[is_before], users[is_before])
 

@@ -103,6 +103,7 @@ def is_json(path: str | Path) -> bool:
 
 
 def _has_suffix(path: str | Path, suffixes: tuple[str, ...]) -> bool:
+    # A URI may have options after a question mark.
     name = str(path).partition("?")[0] if is_address(path) else str(path)
     return name.lower().endswith(suffixes)
 
@@ -155,6 +156,7 @@ def _files_in(folder: Path) -> list[Path]:
 def _stored_in(filesystem: Any, folder: str) -> list[Any]:
     """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`."""
     files: list[Any] = []
+    # A missing folder has no files, which `expand` reports.
     selector = pa_fs.FileSelector(folder, allow_not_found=True)
     for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
         is_partition = "=" in info.base_name and info.type == info.type.Directory
@@ -168,6 +170,7 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
     try:
         filesystem, path = pa_fs.FileSystem.from_uri(str(address))
         folder, file_patterns = path, patterns
+        # A pattern in the last path component selects files in the folder before it.
         if any(sign in path for sign in "*["):
             folder, _, named = path.rpartition("/")
             file_patterns = [named]

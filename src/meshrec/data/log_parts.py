@@ -142,6 +142,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
         DataError: a file cannot be read, a column is missing, or a row lacks a value.
     """
     threads = num_threads()
+    # Every thread holds a block in memory.
     max_rows = min(max(memory // (threads * _BYTES_PER_ROW), _MIN_ROWS), _MAX_ROWS)
     pieces, num_rows = _pieces(log, folder, max_rows)
     progress = Progress("reading the log", num_rows)
@@ -155,6 +156,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
         progress.add(piece.num_rows)
     # Reused pieces report their rows too, because records hold the counts.
     _report(log, [*zip(pieces, records, strict=True)], num_rows, faults)
+    # Blocks were checked one by one. Now compare all of them.
     if len({record["zoned"] for record in records} - {None}) > 1:
         raise DataError(f"{log.name}: column {log.columns.time!r}: write all times with a zone, or none.")
     times = [record["times"] for record in records if record["times"]]
@@ -250,6 +252,7 @@ def _pieces_of_parquet(
     sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     for group, size in enumerate(sizes):
         num_rows += size
+        # End the piece before the next row group would make it too large.
         if group + 1 == len(sizes) or num_rows + sizes[group + 1] > max_rows:
             groups = range(start, group + 1)
             pieces.append(_Piece(name, file, keys, first_row, num_rows, groups, None, metadata))
@@ -521,6 +524,7 @@ class Progress:
     """
 
     def __init__(self, step: str, num_rows: int) -> None:
+        # ``_done`` counts finished rows; ``_last`` is when the last line was logged.
         self._step, self._num_rows, self._done = step, num_rows, 0
         self._start = self._last = time.monotonic()
 

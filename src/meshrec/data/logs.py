@@ -177,6 +177,7 @@ def interactions(
     name, table, columns, _ = log
     item = vocabulary_of(features, ITEM)
     check_kinds(name, features, table.schema)
+    # Numbered before rows are omitted, so users without a known item remain.
     users, values = codes_of(table[columns.user])
     in_vocabulary = item.lookup_values(table[columns.item].combine_chunks()) >= 0
     users, table = users[in_vocabulary], table.filter(pa.array(in_vocabulary))
@@ -358,6 +359,7 @@ def _catalog_values(feature: Vocabulary, sample: ItemSample, catalogue: Ints) ->
     """
     values = feature.values(sample.table)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
+    # The catalog has all vocabulary items, and the sample has no others.
     positions = np.searchsorted(catalogue, sample.ids)
     lengths[positions], starts[positions] = np.diff(values.offsets), values.offsets[:-1]
     average = float(lengths.mean())

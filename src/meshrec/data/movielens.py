@@ -198,8 +198,10 @@ def sort_ratings(raw: RawRatings) -> Ratings:
     movies, movie_ids = codes_of(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
     ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
+    # The last key is the primary one. Row numbers keep the file order for equal times.
     order = np.lexsort((np.arange(len(users)), times, users))
     movie_rows = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
+    # In the order of movie numbers; null for a movie that the movie file lacks.
     described = raw.movies.take(movie_rows)
     genres, names = codes_of(pc.list_flatten(described["genres"]))
     counts = pc.fill_null(pc.list_value_length(described["genres"]), 0).to_numpy().astype(np.int64)

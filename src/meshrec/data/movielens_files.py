@@ -210,6 +210,7 @@ def _read(
     except UnicodeDecodeError:  # older datasets use Latin-1
         text = text.decode("latin-1").encode()
     if len(delimiter) > 1:
+        # Arrow takes only a single character as the delimiter.
         text, delimiter = text.replace(delimiter.encode(), b"\t"), "\t"
     faults = faults or Faults("raise")
     return parse(

@@ -228,6 +228,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
     ranks = [int(len(log.times) * share) for share in (1 - validation - test, 1 - test)]
     # The validation period is [start, end), and the test period starts at ``end``.
     ((start, end),) = order_statistics(times, [ranks])
+    # A user's interactions are sorted by time, so the count before a moment gives the first index from it on.
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def existing(indices: Ints) -> Ints:
@@ -325,6 +326,7 @@ class _TrainingSamples:
         """
         # The first item of a user has no history.
         num_pairs = np.maximum(stops - log.firsts - 1, 0)
+        # Rounded up: a user's last window may be shorter.
         num_samples = -(-num_pairs // history) if windows else num_pairs
         offsets = np.concatenate([[0], np.cumsum(num_samples)])
         return _TrainingSamples(

@@ -88,6 +88,7 @@ def steps(
     size = batch_size * world_size
     stop = num_samples
     if drop_last:
+        # Steps are counted from the start position.
         stop -= (num_samples - position.sample) % size
     return (Step(start, min(start + size, stop)) for start in range(position.sample, stop, size))
 

@@ -47,15 +47,18 @@ def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[lis
         }
         for block in blocks():
             for (number, start), histogram in counts.items():
+                # Values outside the interval get a bin out of range.
                 bins = (block[number].astype(np.int64, copy=False) - start) >> shift
                 is_inside = (bins >= 0) & (bins < len(histogram))
                 histogram += np.bincount(bins[is_inside], minlength=len(histogram))
         for number, of_series in enumerate(searches):
             for index, (start, rank) in enumerate(of_series):
                 cumulated = counts[number, start].cumsum()
+                # The first bin with more than ``rank`` values in it and in the bins before.
                 bin_index = int(np.searchsorted(cumulated, rank, side="right"))
                 num_before = int(cumulated[bin_index - 1]) if bin_index else 0
                 of_series[index] = start + (bin_index << shift), rank - num_before
+        # A bin has a single integer: its start is the result.
         if not shift:
             return [[start for start, _ in of_series] for of_series in searches]
         shift = max(shift - _BINS_LOG2, 0)

@@ -55,6 +55,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
         self._keys = partition_keys(files, schema.fitted_kinds())
         self._partition_columns: dict[File, set[str]] = {}  # partition columns missing from the file itself
+        # Blocks, by number. `_open` fills the dictionaries above, so it must run last.
         self._groups = [group for file in files for group in self._open(file)]
         if not self._groups:
             raise DataError(

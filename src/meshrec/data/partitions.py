@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from meshrec.data.arrow import pa
 from meshrec.data.locations import File, is_address
 
+# Folder value that Hive writes for null.
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 """Integers without leading zeros that fit int64."""

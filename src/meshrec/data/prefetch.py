@@ -24,7 +24,10 @@ class Prefetch(Generic[T]):
     """Iterator and context manager that reads ahead in a background thread; see `prefetch`."""
 
     def __init__(self, iterable: Iterable[T], depth: int) -> None:
+        # _Error | _End] = queue.Queue(depth) | Holds items read ahead; filled by the thread, which waits
+        # while the queue is full.
         self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
+        # Set once, by `close` or the finalizer: the thread ends, and iteration stops.
         self._stop = threading.Event()
         # The thread references the queue, not this object, so garbage collection of the iterator stops the
         # thread.
@@ -53,6 +56,7 @@ class Prefetch(Generic[T]):
     def close(self) -> None:
         """Stop the thread, wait for it, and close the underlying iterator."""
         self._finalizer()
+        # A thread cannot join itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -92,6 +96,7 @@ def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: 
     try:
         try:
             for item in iterator:
+                # This cannot block forever: `_shut` empties the queue after it sets ``stop``.
                 items.put(item)
                 if stop.is_set():
                     break

@@ -137,6 +137,7 @@ class _Sketch:
             column.num_missing += chunks.null_count
             column.max_length = max(column.max_length or 0, int(lengths.max(initial=0)))
             self._num_values += int(lengths.sum())
+        # Missing numbers are counted as NaN in `_add_values`.
         elif column.kind != "number":
             missing = is_missing(array)
             column.num_missing += 0 if missing is None else int(missing.sum())
@@ -296,8 +297,10 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
             sketches = {field.name: _Sketch(field.name, field.type) for field in table.schema}
         for name, sketch in sketches.items():
             sketch.add(whole(table[name]))
+        # Row numbers over all tables, so the sample does not depend on how the data is divided.
         part_sample = RowSample.of(table, np.arange(num_rows, num_rows + table.num_rows, dtype=np.int64))
         sample = part_sample if sample is None else sample.merged(part_sample)
+        # After the first block, None means lists, or too many values.
         if label in sketches and (not num_rows or labels is not None):
             labels = _counted(labels, whole(table[label]))
         num_rows += table.num_rows
@@ -365,6 +368,7 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
         areas += [] if area is None else [max(area, 1 - area)]
     hashes = hashes_of(array)
     half = np.arange(len(hashes)) % 2 == 0  # sampled rows are in random order
+    # Number the distinct values.
     keys, key_of_row = np.unique(hashes, return_inverse=True)
     fitted, evaluated = half & is_finite, ~half & is_finite
     num = np.bincount(key_of_row[fitted], minlength=len(keys))

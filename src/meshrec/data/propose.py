@@ -114,11 +114,13 @@ def propose(
     if order is not None:
         choices = drop_drifting_columns(profile, choices, order)
     if label_feature.kind == "binary":
+        # After drifting columns are dropped, so they are not crossed.
         choices = with_useful_crosses(profile, label_feature, choices, time, order)
     if not any(choice.features for choice in choices):
         choices = [_with_leak(profile, choice, in_order=time is not None) for choice in choices]
     if not _has_ids(choices):
         choices = [_with_ranges_as_ids(choice) for choice in choices]
+    # Last, because the steps above add features.
     choices = _with_valid_names(choices)
     features = tuple(feature for choice in choices for feature in choice.features)
     if not _has_ids(choices):

@@ -149,6 +149,7 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
     Returns:
         First column, second column and log loss share saved, per pair, largest share first.
     """
+    # Every column alone, compared with a constant.
     single_gains = {name: gain([], column, labels).share for name, column in codes.items()}
     names = sorted(single_gains, key=lambda name: -single_gains[name])[:_MAX_COLUMNS]
     pairs = []
@@ -220,6 +221,7 @@ def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.boo
     probability = 1 / (1 + np.exp(-logits))
     num = int(codes.max(initial=0)) + 1
     slope = np.bincount(codes[fits], (labels - probability)[fits], minlength=num)
+    # Second derivative of the log loss by the weight of a value.
     curvature = np.bincount(codes[fits], (probability * (1 - probability))[fits], minlength=num)
     # Smoothing shrinks the rare values' weights, which would otherwise fit noise.
     weights: Vector = slope / (curvature + _SMOOTHING / 4)

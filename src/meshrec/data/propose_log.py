@@ -78,6 +78,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
     reasons += [*tie_reasons, *_rare(items, columns)]
     if repeated > _REPEATED:
         reasons.append(f"{100 * repeated:.1f} % of the rows repeat an item of the user: they stay candidates")
+    # Rounded up to tens, so nine tenths of the users are not cut, unless they have more than 200 items.
     history = int(np.clip(-(-np.quantile(lengths, 0.9) // 10) * 10, 10, 200))
     reasons.append(f"nine tenths of the users have at most {int(np.quantile(lengths, 0.9))} items")
     return LogProposal(

@@ -88,6 +88,7 @@ class TimeOrder(NamedTuple):
         """
         by_time = _new_share(keys, self.training & is_present, self.test & is_present)
         by_chance = _new_share(keys, self.chance_training & is_present, self.chance_test & is_present)
+        # Values that are new in a random split as well are only rare.
         return by_time if by_chance <= _BY_CHANCE * by_time else 0.0
 
     def is_ordered(self, array: Any, is_present: Bools) -> bool:

@@ -67,6 +67,7 @@ class RawValues:
         from meshrec.data.features import Vocabulary
         from meshrec.data.features.values import kind_of
 
+        # Requests have no labels.
         self._features, self._types = features.unlabelled(), types
         self.columns: dict[str, Any] = {
             name: _plain(types.field(name).type) for name in self._features.columns()

@@ -147,6 +147,7 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
     for ragged in zip(*(piece.ids for piece in pieces), strict=True):
         lengths = np.concatenate([np.diff(part.offsets) for part in ragged])
         # A piece may be a view, whose offsets select some of the values.
+        # Only these values belong to the piece.
         used = [slice(int(part.offsets[0]), int(part.offsets[-1])) for part in ragged]
         values = [part.values[rows] for part, rows in zip(ragged, used, strict=True)]
         weights = [p.weights[rows] for p, rows in zip(ragged, used, strict=True) if p.weights is not None]
@@ -183,6 +184,7 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
     num = 0
     for piece in pieces:
         num_piece = len(piece.labels)
+        # Skip without copying: a piece before the first window is dropped as a whole.
         num_skipped = min(skip, num_piece)
         skip -= num_skipped
         if num_skipped == num_piece:
@@ -193,6 +195,7 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
             whole = concatenated(pending)
             for start in range(0, num - size + 1, size):
                 yield whole.part(start, start + size) if num > size else whole
+            # Samples behind the last full window wait for the next piece.
             num_left = num % size
             pending = [whole.part(num - num_left, num)] if num_left else []
             num = num_left

@@ -90,6 +90,7 @@ class Split:
                 # reading.
                 hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
             else:
+                # Mixed with the seed, so another seed gives another split.
                 hashes = mix(_hashes(values_of(block)), seed=self.seed)
             # The upper 53 bits, which float64 represents exactly.
             quantiles.append((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
@@ -139,6 +140,7 @@ class Split:
         Args:
             times: any sortable values, in an array per block.
         """
+        # Equal times get the same rank, and so the same part.
         ordered = np.sort(np.concatenate(times))
         return [
             self._by_quantile(np.searchsorted(ordered, block_times, side="left") / max(len(ordered), 1))
@@ -225,6 +227,7 @@ class SelectedRows(Source):
         self._source = source
         self.keys, self.shape = source.keys, source.shape
         self._selected = list(selected)
+        # Row number at which a block of the original source starts.
         self._starts = np.cumsum(source.block_sizes) - source.block_sizes
 
     @property
@@ -254,6 +257,8 @@ class SelectedRows(Source):
         rows = np.flatnonzero(selected)
         if first * size >= len(rows):
             return
+        # Window of the original source with the first requested row, and the selected rows before this
+        # window.
         start_window = int(rows[first * size]) // size
         num_before = int(selected[: start_window * size].sum())
         yield from rewindowed(self._pieces(block, start_window, size), first * size - num_before, size)

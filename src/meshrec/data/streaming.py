@@ -107,12 +107,15 @@ class StreamReader(Reader):
             raise ValueError(f"window and lanes must be >= 1, got window {window} and lanes {lanes}.")
         self._source = source
         self._seed, self._shuffle, self._window = seed, shuffle, window
+        # Includes damaged rows, which are omitted only when batches are made, so positions do not depend on
+        # damage.
         self._num_samples = int(source.block_sizes.sum())
         if self._num_samples == 0:
             raise ValueError("there are no samples to read: every block is empty.")
         self.skipped = skipped
         # One lane keeps file order. More lanes than samples would leave lanes empty.
         self._lanes = min(lanes, self._num_samples) if shuffle else 1
+        # Row number at which a block starts, over all files, for sources whose samples lack row numbers.
         self._first_rows = np.cumsum(source.block_sizes) - source.block_sizes
 
     @property
@@ -197,6 +200,7 @@ class StreamReader(Reader):
             row: first row to yield, counted in the order of the epoch.
         """
         size = self._window
+        # End of every block, in epoch order.
         ends = np.cumsum(self._source.block_sizes[order])
         first_block = int(np.searchsorted(ends, row, side="right"))
         skip = row - (int(ends[first_block - 1]) if first_block else 0)

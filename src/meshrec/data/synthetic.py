@@ -156,6 +156,7 @@ class ClickSource(Source):
             times = np.arange(num) + block * _BLOCK
             ids = [self.drift.raw(key_ids, key, times) for key, key_ids in enumerate(ids)]
         probabilities = self.teacher.probabilities(dense, ids)
+        # Drawn before raw IDs are mapped to rows, so labels do not depend on the mapping.
         labels = (rng.random(num) < probabilities).astype(np.float32)
         if self.drift is not None:
             ids = [self.drift.rows(key_ids, key) for key, key_ids in enumerate(ids)]

@@ -94,6 +94,7 @@ class ArrowSource(EncodedRows, Tables, Source):
         for name, table in self._tables:
             for wrong in schema.wrong_columns(table.schema):
                 raise DataError(f"{name}: {wrong}. Give it as the schema says.")
+        # Block k is table k.
         self.blocks = [(name, table.num_rows) for name, table in self._tables]
 
     @property

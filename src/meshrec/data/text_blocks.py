@@ -83,6 +83,7 @@ def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
     """Yield a stream's text in pieces of whole lines, about ``size`` bytes each."""
     partial_line = b""
     while chunk := stream.read(size):
+        # Keep the text after the last newline for the next piece.
         end = chunk.rfind(b"\n") + 1
         if end:
             yield partial_line + chunk[:end]
@@ -100,6 +101,7 @@ def _count_lines(text: bytes) -> int:
 
 def _open(file: Path, start: int) -> IO[bytes]:
     if _is_gzip(file):
+        # The only block starts at 0, see `find_blocks`.
         return gzip.open(file, "rb")  # type: ignore[return-value]
     stream = file.open("rb")
     stream.seek(start)

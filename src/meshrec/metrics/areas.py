@@ -36,6 +36,7 @@ def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
     if group_T is None:
         group_T = np.zeros(len(positive_T), np.int64)
     positive_G, negative_G = sum_by_index(group_T, positive_T), sum_by_index(group_T, negative_T)
+    # Negative weight below every tie, and half the negative weight in it.
     lower_T = _sums_within_groups(negative_T, group_T, negative_G) - negative_T / 2
     with np.errstate(invalid="ignore"):  # 0 / 0 in groups with one class
         # Multiply shares, because a product of small weights would underflow.
@@ -58,6 +59,7 @@ def average_precision(positive_T: Floats, negative_T: Floats) -> float:
     Returns:
         Area; NaN without positive or negative samples.
     """
+    # From the highest score down: the threshold moves along the curve.
     positive, negative = positive_T[::-1], negative_T[::-1]
     true_positives, false_positives = np.cumsum(positive), np.cumsum(negative)
     if not len(positive) or not true_positives[-1] or not false_positives[-1]:

@@ -82,6 +82,7 @@ def metrics_from_sums(sums: BinarySums) -> dict[str, float]:
     if sums.labels > 0:
         metrics["calibration"] = sums.predictions / sums.labels
     if sums.labels > 0 and sums.negatives > 0:
+        # With the rarer class, log1p is precise even if nearly all labels are equal.
         rare, common = sorted((sums.labels / sums.weight, sums.negatives / sums.weight))
         metrics["normalized_entropy"] = loss / -(rare * math.log(rare) + common * math.log1p(-rare))
     return dict.fromkeys(metrics, math.nan) if math.isnan(loss) else metrics

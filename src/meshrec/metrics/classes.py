@@ -45,6 +45,7 @@ def class_metrics(
     columns = stack_columns(*outputs.unbind(1), labels, weights=weights)
     columns = gather_columns(columns, group) if gather else columns
     classes = torch.arange(num_classes, device=columns.device)
+    # All columns are float64, which represents class numbers exactly.
     allowed = torch.isin(columns[-2], classes.double())
     columns = normalize_samples(columns, allowed, f"integers in [0, {num_classes})").cpu()
     logits, classes_n, weights = columns[:-2].T, columns[-2].long(), columns[-1]

@@ -119,6 +119,7 @@ def binary_curves(histograms_5H: Tensor) -> dict[str, Any]:
             [corner_rates.new_zeros(1, 2), torch.stack([above.sum(1) / count.sum(), corner_rates[:, 1]], 1)]
         ),
     }
+    # By the cumulative weight, so groups have about equal weights.
     group = (count.cumsum(0) * _GROUPS / count.sum()).ceil().long().clamp(1, _GROUPS) - 1
     sums = [torch.bincount(group, values, _GROUPS).tolist() for values in (predicted, positive, count)]
     calibration = [[p / n, y / n, n] for p, y, n in zip(*sums, strict=True) if n]

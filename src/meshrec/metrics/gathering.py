@@ -28,6 +28,7 @@ def stack_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
             f"scores, labels and weights must have one entry per sample, got {sizes} entries. Score each "
             "sample once."
         )
+    # float64 represents float32 scores exactly, and keeps sums precise.
     flat = [column.detach().reshape(-1).double() for column in inputs]
     return torch.stack(flat if weights is not None else [*flat, torch.ones_like(flat[0])])
 
@@ -45,6 +46,7 @@ def gather_columns(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return columns
+    # Exchange the sizes first, because ranks may have different numbers of samples.
     size = torch.tensor([columns.shape[1]], device=columns.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

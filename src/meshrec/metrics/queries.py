@@ -66,6 +66,7 @@ def query_metrics(
     ).cpu()
     query_n = encode_ids(columns[0], "queries", is_floating=queries.is_floating_point())
     score_n, label_n, weight_n = columns[1:].numpy()
+    # Query numbers have no gaps, because `encode_ids` numbers the queries that occur.
     sizes_Q = np.bincount(query_n)
     is_ranked = np.bincount(query_n, label_n > 0) > 0  # [Q]
     if not is_ranked.any():
@@ -73,10 +74,12 @@ def query_metrics(
     names = [f"ndcg@{k}" for k in ks]
     if np.isnan(score_n).any():
         return dict.fromkeys([*names, "mrr"], float("nan"))
+    # Negated, so the highest score comes first.
     order, tie, firsts = sort_into_ties(-score_n, query_n)
     query_n, label_n = query_n[order], label_n[order]
     shares = (np.bincount(query_n, weight_n[order]) / sizes_Q)[is_ranked]
     shares /= shares.sum()
+    # Position in the query's ranking, from 1.
     position_n = np.arange(len(order)) - (np.cumsum(sizes_Q) - sizes_Q)[query_n] + 1
     tie_sizes = np.bincount(tie)
     gain_n = _gains(label_n, query_n, sizes_Q)
@@ -92,6 +95,7 @@ def query_metrics(
         )
         metrics[name] = float(reached / ideal @ shares)
     relevant_T = np.bincount(tie, label_n > 0).astype(np.int64)
+    # Ties with a relevant sample, by query, then by position.
     hits = np.flatnonzero(relevant_T)
     hits = hits[np.unique(query_n[firsts[hits]], return_index=True)[1]]  # first relevant tie per query
     ranks = _mean_reciprocal_ranks(position_n[firsts[hits]], tie_sizes[hits], relevant_T[hits])

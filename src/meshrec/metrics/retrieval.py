@@ -120,6 +120,7 @@ def rank_intervals(
         ValueError: ``num`` or ``confidence`` is out of range, or as for `rank_metrics`.
     """
     weights = torch.ones(len(losses), dtype=torch.float64) if weights is None else weights
+    # `bootstrap` must not draw samples with weight 0.
     counts = weights != 0
     losses, ranks, weights = losses[counts], ranks[counts], weights[counts].double()
     ties = None if ties is None else ties[counts]

@@ -52,6 +52,7 @@ class WindowedSum:
     def take(self) -> Totals:
         """Return the sums over all ranks, and start a new window. Collective."""
         window = self._window
+        # A new tensor, because the caller gets the old one.
         self._window = torch.zeros_like(window)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(window, group=self._group)

@@ -100,6 +100,7 @@ class DIN(nn.Module):
         if embedding_bag_collection is not None:
             configs = embedding_bag_collection.embedding_bag_configs()
             pooled_width = sum(config.embedding_dim * len(config.feature_names) for config in configs)
+        # Interest, candidate and their product have the table's width.
         self.over = OverArch(3 * table.embedding_dim + pooled_width + dense_in_features, over, device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:

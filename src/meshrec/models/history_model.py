@@ -281,6 +281,7 @@ class HistoryModel(nn.Module):
         targets = self._targets(features[self.features.history], items)
         # Before the lookup, so that histories, targets and negatives share a single collective.
         negatives = self.draws(targets.ids_T)
+        # Target rows come first in ``vectors``, then negatives.
         history, vectors = self._look_up(features, torch.cat([targets.ids_T, negatives.ids_N]))
         if not len(targets.ids_T):
             # Lookups and their backward are collective: other ranks wait for this rank.
@@ -348,6 +349,7 @@ class HistoryModel(nn.Module):
         vectors = JaggedTensor(self.similarity.convert_items(item_rows), lengths=lengths_B)
         vectors_BLV = vectors.to_padded_dense(items.ids_BL.shape[1])
         # Every sample has at most one target per position.
+        # Per sample and position, padded with zeros, so that one product scores all histories.
         queries_BPV = queries_T.new_zeros(len(lengths_B), len(stops_P), queries_T.shape[1])
         queries_BPV = queries_BPV.index_put((sample_T, position_T), queries_T)
         scores_TL = self.similarity.score_within_samples(queries_BPV, vectors_BLV)[sample_T, position_T]
@@ -560,6 +562,7 @@ def encode_in_buckets(
         shift_B = offsets[:-1][order_B] - sorted_B.cumsum(0) + sorted_B
         shift_N = shift_B.repeat_interleave(sorted_B)
         rows = history.values().index_select(0, shift_N + torch.arange(len(shift_N), device=shift_N.device))
+        # Read on the CPU, because bucket sizes decide the shapes below.
         lengths = sorted_B.tolist()
         buckets = sorted_B.split(_bucket_sizes(lengths))
         parts, first, start = [], 0, 0

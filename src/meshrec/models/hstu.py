@@ -167,6 +167,7 @@ class HSTU(HistoryModel):
         items_B = new_B - (cached_B == 0).long()
         ids = _tail_values(history, items_B)
         times_given = self._checked_times(sparse_features, history.lengths())
+        # Timestamps for all tokens: attention compares new tokens with cached ones.
         times = self._token_times(lengths_B, times_given, history.values().shape[0])
         none = torch.zeros_like(items_B)
         requested = KeyedJaggedTensor(
@@ -175,6 +176,7 @@ class HSTU(HistoryModel):
         rows = self.embedding_collection(requested)[self.features.history]
         tokens = Tokens.after(cached_B, new_B)._replace(timestamps_N=times)
         values = self._new_tokens(rows, cached_B, int((cached_B == 0).sum()))
+        # A single sample appends to the cache in place. Several samples must be interleaved, which copies.
         num_tokens, is_single = int(tokens.offsets_B1[-1]), len(cached_B) == 1
         if is_single:
             all_LNS = _with_capacity(cache.rows, num_tokens - len(values), num_tokens)
@@ -221,6 +223,7 @@ class HSTU(HistoryModel):
         starts_B = (cached_B == 0).long()
         num_tokens = num_items + num_starts
         sample_of_item = torch.repeat_interleave(samples, lengths_B, output_size=num_items)
+        # Every start token up to an item's sample moves the item by one.
         item_index = torch.arange(num_items, device=device) + starts_B.cumsum(0)[sample_of_item]
         tokens = self.start.expand(num_tokens, -1).index_copy(0, item_index, rows.values() * self.width**0.5)
         new_B = lengths_B + starts_B

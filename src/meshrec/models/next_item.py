@@ -306,6 +306,7 @@ def evaluate_targets(
         sample_N = repeated.sample_N[is_target_N]
         scores_N = target_scores_B[sample_N] * repeated.factor + repeated.additions_N[is_target_N]
         target_scores_B = target_scores_B.index_put((sample_N,), scores_N)
+    # The target's score is the first summand. Chunks add the scores for other items.
     log_sum_B, rank_B, ties_B = (
         target_scores_B,
         torch.ones_like(target_scores_B),
@@ -318,6 +319,7 @@ def evaluate_targets(
         _mask_scores(scores_BC, ids_C, sample_B, target_B)
         if seen is not None:
             _mask_scores(scores_BC, ids_C, sample_indices(seen), seen.values())
+        # Masked items have the score -inf, so they are not ties.
         equal_B = (scores_BC == target_scores_B[:, None]).sum(1)
         # Not `>`: with a NaN target score every item counts as above, so that the target ranks last.
         above = ~(scores_BC <= target_scores_B[:, None])

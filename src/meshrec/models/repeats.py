@@ -143,6 +143,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
     padded_ids = torch.cat([ids, ids.new_full((1,), _PADDING_ID)])
     ids_BL = padded_ids[torch.where(is_item_BL, index_BL, len(ids))]
     is_equal_BLL = (ids_BL[:, :, None] == ids_BL[:, None, :]) & is_item_BL[:, :, None]
+    # Pairs (l, m) of the same item with m after l.
     is_later_BLL = is_equal_BLL & (position_L > position_L[:, None])
     # The next occurrence of the item at l; the maximum where there is none.
     next_BL = torch.where(is_later_BLL.any(2), is_later_BLL.int().argmax(2), torch.iinfo(torch.int64).max)

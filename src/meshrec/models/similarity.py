@@ -173,5 +173,6 @@ class MixtureOfLogits(Similarity):
     # The pair gate depends on the cosines, so it cannot be precomputed in _pack.
     def _mix(self, cosines: Tensor, gate: Tensor) -> Tensor:
         """Return scores [...] from cosines [..., Q * X], and gate values with the same shape."""
+        # ``gate`` is the sum of the query's gate and the item's gate.
         weights = torch.softmax(gate + self.pair_gate(cosines), dim=-1)
         return (weights * cosines).sum(-1) / self._temperature

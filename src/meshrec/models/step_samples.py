@@ -65,6 +65,7 @@ class _GatherRows(torch.autograd.Function):
             sizes: Number of rows per rank.
         """
         ctx.axis, ctx.sizes = axis, sizes
+        # All ranks pad to the same size.
         max_size = max(sizes)
         # all_gather needs equal shapes.
         padded = pad(local, (*(0, 0) * (local.dim() - 1), 0, max_size - len(local)))

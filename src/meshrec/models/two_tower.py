@@ -251,6 +251,7 @@ def in_batch_losses(
     target_B = first + torch.arange(len(query_BV), device=query_BV.device)
     if item_ids_I is not None:
         repeated_BI = item_ids_I[target_B, None] == item_ids_I
+        # The query's item itself must stay.
         repeated_BI = repeated_BI.scatter(1, target_B[:, None], False)
         products_BI = products_BI.masked_fill(repeated_BI, float("-inf"))
     return nn.functional.cross_entropy(products_BI, target_B, reduction="none")
@@ -320,6 +321,7 @@ class TwoTowerTrain(nn.Module):
         if self.frequency is not None:
             log_q: Tensor = self.frequency(ids_B)
             return log_q
+        # Given by the caller: known shares by item ID, or None.
         log_shares = self.log_q
         return None if log_shares is None else log_shares[ids_B]  # type: ignore[index]
 

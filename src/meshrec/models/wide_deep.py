@@ -149,8 +149,10 @@ class WideDeep(nn.Module):
             rows = _ShrinkGradient.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
         # [B, T]
         linear = self.wide_scale * rows[:, :, :num].sum(1) + numeric[:, :, :num].sum(1)
+        # One value per ID, so an embedding is dropped as a whole.
         keep_mask = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
         vectors = torch.cat([rows[:, :, self.first :] * keep_mask, numeric[:, :, num:]], dim=1)
+        # Products between all pairs of vectors, added up per column, in linear time.
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))
         deep = self.mlp(torch.cat([vectors.flatten(1), pairs], dim=1))
         if self.trees is not None:

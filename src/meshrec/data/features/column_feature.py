@@ -112,6 +112,7 @@ def to_json(feature: Any) -> dict[str, Any]:
         value = getattr(feature, field.name)
         if isinstance(value, pa.Array):
             values = value.to_pylist()
+            # Decimals in a vocabulary are integers, which JSON represents exactly.
             saved[field.name] = [int(item) if isinstance(item, Decimal) else item for item in values]
         elif value != field.default:
             saved[field.name] = list(value) if isinstance(value, tuple) else value

@@ -419,6 +419,7 @@ class Features(Encoding):
                 feature = feature.fitted_counts(kind, counts[feature.table or feature.name])
             elif isinstance(feature, Cross):
                 crossed = (kind_of(schema.field(column).type) for column in feature.columns_crossed)
+                # Crosses read numbers as integers, see `Cross.values`.
                 whole_kinds: dict[Kind, Kind] = {"number": "integer"}
                 kinds = tuple(whole_kinds.get(column_kind, column_kind) for column_kind in crossed)
                 feature = replace(feature, found_crossed=kinds)

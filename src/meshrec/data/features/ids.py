@@ -205,6 +205,7 @@ class IdFeature(ABC):
         array, offsets = values_of(table[column])
         weights = floats_of(array, None, "s")
         good = np.diff(offsets) == np.diff(values.offsets)
+        # Weights are in a separate column, which may have lists with other lengths.
         if not good.all():
             checks.require(good, column, "has another number of weights than of ids")
             # Weights of invalid samples are 0, so there is a weight per ID.

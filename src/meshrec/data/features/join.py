@@ -66,6 +66,7 @@ class Join:
             raise DataError(f"column {self.key!r}, the key of {self.path}, holds {error}") from error
         positions = np.minimum(np.searchsorted(sorted_hashes, hashes), len(sorted_hashes) - 1)
         is_match = sorted_hashes[positions] == hashes
+        # Null has the hash for 0 or the empty string, but must not match.
         is_match &= ~_without_value(table[self.key])
         rows = pa.array(order[positions], mask=~is_match)
         for name in self.columns:

@@ -113,6 +113,7 @@ class Number:
         low, high = self.low, self.high
         if self.clip is not None:
             low, high = map(float, np.quantile(values, self.clip))
+            # Mean and bins are fitted on clipped values, which `encode` computes.
             values = np.clip(values, low, high)
         mean, deviation = self.mean, self.deviation
         if self.standardize:
@@ -149,6 +150,7 @@ class Number:
             values = (values - self.mean) / self.deviation
         with np.errstate(over="ignore"):
             dense = values.astype(np.float32)
+        # Numbers beyond float32 became infinite.
         small = np.isfinite(dense)
         if not small.all():
             problem = f"is too large for float32. Set log or clip of feature {self.name!r}"

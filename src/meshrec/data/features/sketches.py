@@ -104,6 +104,7 @@ class Counts:
         """Count the values in an array with numbers or strings, without null, NaN and the empty string."""
         array = array.drop_null()
         if pa.types.is_decimal(array.type) and array.type.scale <= 0:
+            # Decimals and integers with equal values must be counted together.
             array = as_integers(array)
         elif pa.types.is_floating(array.type):
             array = pc.add(array.cast(pa.float64()), 0.0)  # -0.0 is 0.0

@@ -242,6 +242,7 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())
     index = array.indices
+    # Null points behind the dictionary, where the hash for null is appended.
     if index.null_count:
         index = pc.fill_null(index, len(array.dictionary))
     positions = index.to_numpy(zero_copy_only=False)

@@ -181,6 +181,7 @@ class Vocabulary(IdFeature):
         index: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
         if index is None:
             hashes = hashes_of(self.vocabulary)
+            # Sorted by hash, so `lookup` can search by bisection.
             order = np.argsort(hashes)
             index = hashes[order], order
             if (index[0][1:] == index[0][:-1]).any():
