@@ -23,6 +23,7 @@ class Annealer:
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
         self._problem = problem
+        # Converted once, because a start is annealed many times.
         self._arrays = _arrays(problem, admitted_Y)
 
     @staticmethod

@@ -50,6 +50,7 @@ class LowerBound:
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
         self.scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
         self._problem, self._allowed_C, self._type_C = problem, allowed_C, problem.type_C
+        # For `squeezed`, which excludes large pieces.
         self._largest_CK = problem.largest_load_CK() / self.scale
         # One linear program for all boxes: it keeps its basis and cuts, so later boxes are solved faster.
         self._relaxation = Relaxation(problem, self.scale, deadline)

@@ -186,12 +186,14 @@ def place_rows(
         raise ValueError(f"table {missing[0]!r} has no sample of IDs. Give an IdSample per table.")
     memory = topology.memory_cap * topology.world_size
     sizes = [_CacheSize(table, samples[table.name], batch_size * topology.world_size) for table in tables]
+    # Bytes still to be assigned, over all ranks.
     left = memory - sum(size.index_bytes + size.least * size.row_bytes for size in sizes)
     if left < 0:
         raise ValueError(
             f"tables have {memory / 2**20:,.0f} MiB of memory, but the rows of two batches take "
             f"{(memory - left) / 2**20:,.0f} MiB. Use smaller batches, or give more memory."
         )
+    # Tables whose cache can still grow.
     waiting = set(range(len(sizes)))
     while waiting:
         best = max(waiting, key=lambda i: sizes[i].gain())

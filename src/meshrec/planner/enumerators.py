@@ -199,6 +199,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     Raises:
         ValueError: a table's constraints leave no candidate.
     """
+    # Identical tables share their candidates, so thousands of tables may have few types.
     type_T, examples = _group(model.tables, constraints)
     layouts_C, type_C = _candidates(model, constraints, examples)
     table_C = np.array(examples, np.int64)[type_C]
@@ -208,6 +209,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     load_PF = model.rectangle_loads(table_P, pieces.rows, pieces.columns, pieces.in_node)
     bytes_P = model.rectangle_bytes(table_P, pieces.rows, pieces.columns)
     parts_C = np.array([layout.row_parts for layout in layouts_C])
+    # In an uneven split, the size that varies: rows if they are split, otherwise columns if these are.
     by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
     by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
     # Loads are affine in the row count (or columns) of a piece. The value at 0 is the fixed part.
@@ -217,6 +219,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     merge_FK = _merge_phases(load_PF, fixed_PF)
     # Receive buffers exist on every rank, wherever the pieces are, so they are common costs.
     received_P = ranks_P * model.received_bytes(table_P, pieces.rows, pieces.columns, pieces.in_node)
+    # Data-parallel candidates have no pieces, only common costs.
     everywhere_C = np.array([layout.scope is Scope.EVERYWHERE for layout in layouts_C], bool)
     common_CF = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
     common_bytes_C = np.where(everywhere_C, model.replicated_bytes(table_C), 0.0)

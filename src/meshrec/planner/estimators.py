@@ -97,9 +97,12 @@ class CostModel:
         self.batch_size = batch_size
         self.replicas = replicas
         self.profile = topology.profile
+        # Ranks of a shard group. All groups have the same plan and load.
         self.num_ranks = topology.world_size // replicas
+        # A group may be smaller than a node.
         self.node_size = min(topology.local_size, self.num_ranks)
         sums = topology.sum_in_node and not self.rows_across
+        # Only with several ranks per node and several nodes.
         self.sum_in_node = sums and 1 < self.node_size < self.num_ranks
         self.memory_cap = topology.memory_cap
         self.arrays = arrays_of(self.tables, batch_size)
@@ -146,11 +149,13 @@ class CostModel:
         loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
         loads[:, _IDS] += self._routes.once * ids * per_id
+        # Only used with across_nodes="rows".
         fetched = self._fetched(table, ids, share)
         # With ``across_nodes="rows"``, the owner reads and encodes every distinct row once per node.
         # Otherwise it reads a row per ID, and encodes a row per bag.
         looked_up, encoded = (fetched, fetched) if self.rows_across else (ids, outputs)
         read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
+        # Values that leave the rectangle in forward, and return as gradients.
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
         for direction, phase in ((_FORWARD_WIRE, _OUTPUT), (_BACKWARD_WIRE, _GRADIENT)):
@@ -218,6 +223,7 @@ class CostModel:
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
         parameters = rows * (columns * self._column_bytes(table) + self._row_bytes(table))
+        # The remaining bytes of tables in files are on the disk.
         parameters = parameters * self.arrays.in_memory_T[table]
         # IDs as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
@@ -310,6 +316,7 @@ class CostModel:
         world = self.topology.world_size
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
         summed = a.rows_T[table] * columns * VALUE_BYTES
+        # All-reduce of the whole table's gradient.
         dense = 2 * (world - 1) / world * summed / self._routes.all_ranks.all_reduce
         sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._routes.all_ranks)
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
@@ -415,10 +422,12 @@ class CostModel:
         message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
         if not self.rows_across:
             return Sent(message * self._routes.same_node, message * self._routes.other_nodes)
+        # Every node sends the distinct IDs of its ranks once.
         distinct = self._fetched(table, ids, share) / self.num_nodes
         id_bytes: Floats | float = a.bare_id_bytes
         if self.topology.packed_ids:
             id_bytes = packed_id_bytes(a.rows_T[table] * share, distinct)
+        # First to the representative in the sender's node, with duplicates.
         inside = message * (self.node_size - 1) / self.node_size
         return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
 
@@ -470,6 +479,7 @@ class CostModel:
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
+        # Sort the IDs, and read their gradients.
         gather = ids * p.update_id_seconds + outputs * columns * VALUE_BYTES / p.stream_bandwidth
         row_bytes = columns * (2 * a.weight_bytes_T[table] + 2 * STATE_BYTES * a.state_per_column_T[table])
         result: Floats = gather + distinct * (p.update_row_seconds + row_bytes / p.update_bandwidth)
@@ -504,6 +514,7 @@ class CostModel:
             link: link between these ranks.
         """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
+        # A rank packs its own message, and unpacks one per rank.
         passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
         result: Floats = (ranks - 1) * sent / link.reduce_scatter + (passes if ranks > 1 else 0.0)
         return result

@@ -54,6 +54,7 @@ class EmbeddingShardingPlanner:
         default_wire: WireFormats | TableWires = FULL_PRECISION,
         wire_bound: WireBound | None = None,
     ) -> None:
+        # None: taken from the process group at the time of `plan`.
         self._topology = topology
         self._constraints = dict(constraints or {})
         self._batch_size = batch_size

@@ -66,8 +66,10 @@ class Relaxation:
     def __init__(self, problem: Problem, scale: float, deadline: float = INFINITY) -> None:
         self._deadline = deadline
         self._largest_CK = problem.largest_load_CK() / scale
+        # Upper limits: a candidate can be used by all tables of its type.
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         num_phases = problem.load_PK.shape[1]
+        # A table costs its candidate's common seconds; a phase costs T_k.
         self._cost = np.concatenate((problem.common_C / scale, np.ones(num_phases)))
         self._rows = _rows(problem, scale)
         self._solver = Solver(self._cost, self._rows)

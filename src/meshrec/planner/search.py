@@ -93,6 +93,7 @@ class Search:
         self.work = 0
         self.seconds = np.inf
         self.parts_T: list[Parts] = []
+        # For the best plan, which may use every allowed candidate.
         self._allowed_C = allowed_C
         self._deadline = deadline
         # Counts attempts: each one anneals with another seed, and a repeated search uses the same sequence.

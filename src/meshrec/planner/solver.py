@@ -196,6 +196,7 @@ class _Candidate:
             start = self.search.add_start(box, box.admitted_C)
         attempts = [] if start is None else [_Attempt(self, start, settings, np.inf)]
         best = self.search.best_start()
+        # The best plan gets careful settings, which keep most of it.
         return attempts if best is None else [*attempts, _Attempt(self, best, SETTLED, np.inf)]
 
     def improve(self, best_seconds: float) -> None:
@@ -324,10 +325,12 @@ class _HalvingSearch:
         self._first_work = float(self._search_work)
         work = self._plan_work * _ROUND
         while attempts:
+            # Between rounds, only the most promising attempts are kept.
             attempts = _best(attempts, _FINALISTS)
             for candidate in self._candidates:
                 if candidate.value < self.best_seconds:
                     attempts += candidate.new_attempts(attempts[0].settings)
+            # No attempt can win: its collective set is proven to be slower.
             if all(attempt.candidate.value >= self.best_seconds for attempt in attempts):
                 yield False  # until a bound has new starts
                 continue

@@ -96,7 +96,9 @@ class Batcher:
 
     def __init__(self, score: Score, limits: Limits, observe: Callable[[BatchMetrics], None]) -> None:
         self._score, self._limits, self._observe = score, limits, observe
+        # The only thread that runs the model, until `drain`.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="score")
+        # Requests from `_enqueue` until `_take`, oldest first.
         self._waiting: deque[_QueuedRequest] = deque()
         # Samples in `_waiting`, and in the batch being scored (0: no batch is running).
         self._num_waiting = 0

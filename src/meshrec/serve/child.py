@@ -46,8 +46,10 @@ class Child:
     """
 
     def __init__(self, work: Work) -> None:
+        # Sent to a new interpreter, or called in the fork.
         self._work = work
         self._socket: socket.socket | None = None
+        # Process ID of the running child.
         self._pid = 0
         if not _has_other_threads():
             self.start()
@@ -140,6 +142,7 @@ def _run_and_exit(parent: socket.socket, work: Work) -> NoReturn:
         # Close the inherited listening socket: it must end with the server.
         os.closerange(3, parent.fileno())
         os.closerange(parent.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        # A terminal sends these to the whole process group, but the child must end only with its parent.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

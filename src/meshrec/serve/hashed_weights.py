@@ -40,6 +40,7 @@ class HashedWeights:
         self, weights: MutableMapping[str, Tensor], name: str, formula: Mapping[str, Any], bits: int
     ) -> None:
         self._weights, self._name, self._formula, self._bits = weights, name, formula, bits
+        # The tensors of this table are <prefix>weight, <prefix>added, ...
         self._prefix = name.removesuffix("weight")
         # Memory for added rows; None until a delta adds the first row.
         self._grown: GrowingRows | None = None

@@ -67,6 +67,7 @@ class HistoryCache:
         if max_bytes < 0:
             raise ValueError(f"max_bytes must be at least 0 (0: no cache), got {max_bytes}.")
         self._max_bytes, self._num_bytes = max_bytes, 0
+        # Attention keys and values by the bytes of the history, least recently used first.
         self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
         # Number of entries by first item and length: lets `find` skip lengths without entries.
         self._lengths: Counter[tuple[bytes, int]] = Counter()
@@ -140,6 +141,7 @@ class IncrementalScores:
 
     def __init__(self, predictor: Predictor, max_bytes: int) -> None:
         assert predictor.incremental is not None
+        # Entries are valid until the weights change; `clear` is then called.
         self._advance, self._cache = predictor.advance, HistoryCache(max_bytes)
         self._cache_shape = predictor.incremental.cache_shape
         self._feature_indices = [

@@ -42,6 +42,7 @@ class Metrics:
     def __init__(self, num_models: int = 1) -> None:
         if SHARED in os.environ:
             _reserve(Path(os.environ[SHARED]), (1 + num_models) * _BYTES_PER_MODEL)
+        # Not prometheus_client's global registry, which rejects duplicate names.
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "meshrec_requests", "Requests by outcome.", ["model", "outcome"], registry=self._registry
@@ -125,6 +126,7 @@ class Metrics:
         """Return the metrics of all workers as text, and the media type."""
         registry = self._registry
         if SHARED in os.environ:
+            # A new registry, which reads the files of all workers.
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -105,10 +105,12 @@ class ServedModel:
         keep_histories: int = 0,
     ) -> None:
         self.name, self._package, self._metrics = name, predictor.version, metrics
+        # Fixed for this version; large bodies are parsed by it in another process.
         self.signature = signature_of(predictor)
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
+        # Vectors are computed at the first request, and again after a delta.
         self._items = ItemVectors(predictor)
         self._incremental = _make_incremental_scores(name, predictor, keep_histories)
         # Set after the warm-up: only requests from then on count in the metrics.
@@ -238,10 +240,12 @@ class Repository:
         deltas: Mapping[str, Path] | None = None,
         changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
+        # The names never change while the server runs.
         self.folders, self._opening, self._trial = dict(folders), opening, trial
         self._limits, self._metrics = limits, metrics
         # Models that answer requests now.
         self._served: dict[str, ServedModel] = {}
+        # `_changes` is consumed by the first `load_all`.
         self._deltas, self._changes = dict(deltas or {}), dict(changes or {})
         unloaded = {name for name, change in self._changes.items() if change.action == "unload"}
         # Why a model is not ready, or the last load failed; empty after success.
@@ -390,6 +394,7 @@ class Repository:
         Returns:
             The failures, for `retry_loads`.
         """
+        # Ready models are loaded again, too.
         names = [name for name, reason in self._reasons.items() if reason != _UNLOADED]
         changes = {name: self._changes.pop(name, None) for name in names}
         return await self._load_models({name: change and change.delta for name, change in changes.items()})
@@ -482,6 +487,7 @@ class Repository:
     def _replace(self, name: str, served: ServedModel | None, reason: str = _UNLOADED) -> None:
         """Replace a model by another version, or unload it for the given reason."""
         self._cancel(name)
+        # Between this line and the next, no request is handled, because nothing is awaited.
         old = self._served.pop(name, None)
         if served is not None:
             self._served[name] = served

@@ -34,7 +34,9 @@ class Peers:
 
     def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
         self._pipe, self._loaded, self._index = pipe, loaded, index
+        # The byte was set by the worker before.
         self.is_replacement = bool(loaded[index])
+        # Numbers for this worker's requests; other workers have their own.
         self._tickets = itertools.count()
         # Changes that this worker has requested, by ticket, from `change_all` until the parent's answer. The
         # result is None, or the arguments of a `RequestError`.

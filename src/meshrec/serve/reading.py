@@ -44,6 +44,7 @@ class BodyReader:
     """Parses request bodies. Large bodies go to a child process, one at a time."""
 
     def __init__(self) -> None:
+        # Waits for the child, so that the event loop does not.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read")
         # Numbers by which parent and child refer to signatures, so that a signature is sent only once. Keys
         # are weak: a signature is dropped together with the model version.
@@ -51,6 +52,7 @@ class BodyReader:
         self._num_signatures = 0
         # Signatures which the child has; mirrors its eviction order. Reset when the child restarts.
         self._sent: list[int] = []
+        # Forked here if this process has a single thread, otherwise started with the first large body.
         self._child = Child(_read_bodies)
 
     async def __call__(self, reading: Body, signature: Signature) -> InferRequest:

@@ -68,9 +68,11 @@ class Server:
             deltas=options.deltas,
             changes=changes,
         )
+        # Of this process only: the limits are per process.
         self._connections = Connections(options.connections, metrics.count_refusal)
         service = ScoringService(self.repository, metrics, self._connections)
         scoring = ScoringEndpoint(service, options.max_body, self._reader)
+        # With several workers, the parent forwards a change to all of them, this one included.
         change_all = self.change if peers is None else peers.change_all
         hosts = (options.host.lower(), *map(str.lower, options.hosts))
         routes = Routes(
@@ -81,6 +83,7 @@ class Server:
             admin=options.admin,
             hosts=hosts if options.token is None else None,
         )
+        # The ASGI application that uvicorn calls.
         self._guard = Guard(scoring, routes.app(), options.token)
         config = uvicorn.Config(
             self._guard,
@@ -184,10 +187,13 @@ class Server:
             if self._peers is not None:
                 self._peers.listen(loop, self.change)
             if self._peers is not None and self._peers.is_replacement:
+                # The other workers answer meanwhile, so this one must not accept connections yet.
                 await self._load()
             else:
+                # In the background: the server answers health checks while models load.
                 self.reload()
             await self._uvicorn.serve([self._bound])
+            # Reloads in progress end with the server.
             for task in self._tasks:
                 task.cancel()
             self.repository.close()

@@ -105,7 +105,9 @@ class PackageTrial:
 
     def __init__(self, open_package: Open) -> None:
         self._open = open_package
+        # Waits for the child, so that the event loop does not.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trial")
+        # Forks a process per package, and survives when that process crashes.
         self._child = Child(_try_packages)
 
     async def __call__(self, package: CheckedPackage, warm_up: WarmUp) -> None:
@@ -212,6 +214,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
         signal.alarm(int(seconds) + 10)  # even if the parent dies
         os.environ["TMPDIR"] = folder  # torch extracts programs here; the parent removes the folder
         torch.set_num_threads(1)
+        # Filled by the thread. It stays empty if the thread raises, and reports[0] fails.
         reports: list[bytes] = []
         # In a new thread: OpenMP teams belong to the thread which created them, and do not survive a fork.
         thread = threading.Thread(target=lambda: reports.append(load()))

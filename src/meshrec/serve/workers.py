@@ -156,6 +156,7 @@ class _Supervisor:
 
     def run(self) -> None:
         """Start the workers, and handle events until a signal has ended all workers."""
+        # Restored when the server has stopped.
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
@@ -183,6 +184,7 @@ class _Supervisor:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        # Only the worker keeps this end, so that the parent sees EOF when the worker ends.
         there.close()
         self._workers[index] = _Worker(process, here, time.monotonic())
 
@@ -261,6 +263,7 @@ class _Supervisor:
     def _on_worker_exit(self, index: int) -> None:
         """Clean up after an ended worker, and start a replacement unless the server stops."""
         worker = self._workers.pop(index)
+        # Collects the exit code, and leaves no zombie process.
         worker.process.join()
         worker.pipe.close()
         # Remove the gauges of the ended process. prometheus_client's `mark_process_dead` does the same, but
