@@ -25,6 +25,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
     Args:
         modules: batch norm modules from `batch_norms`.
     """
+    # Creating the sums sets the modules' momentum to 0, so the forward passes do not change the statistics.
     sums = [_Sums(module) for module in modules]
     hooks = [module_sums.module.register_forward_pre_hook(module_sums.add) for module_sums in sums]
     try:
@@ -105,5 +106,7 @@ class _Sums:
         variance = (self._squares - self._sum * mean) / max(self._count - 1, 1)
         assert module.running_mean is not None
         assert module.running_var is not None
+        # The sums are relative to the shift, so add it again. lerp_ with weight ``factor`` is torch's update
+        # rule.
         module.running_mean.lerp_((self._shift + mean).to(module.running_mean.dtype), factor)
         module.running_var.lerp_(variance.to(module.running_var.dtype), factor)

@@ -119,9 +119,11 @@ def best_cut(
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
     # Sorted by size: a stage's start precedes the stage's end, and the last position contains all units.
     positions, is_all = _positions_for_shared(needs, shared)
+    # Summed over all units before a position. The cost of a stage is the difference of two positions.
     forward = {position: sum(costs[u].forward for u in _units(position)) for position in positions}
     backward = {position: sum(costs[u].backward for u in _units(position)) for position in positions}
     everything = positions[-1]
+    # By the position at which the stages so far end.
     parts: dict[int, list[_Prefix]] = {0: [_Prefix(0.0, 0.0, 0.0, ())]}
     for stage in range(num_stages):
         last = stage == num_stages - 1
@@ -142,12 +144,14 @@ def best_cut(
                     )
                     for p in prefixes
                 )
+        # A prefix that another prefix beats in all three numbers cannot become part of the fastest cut.
         parts = {position: _pareto_optimal(candidates) for position, candidates in extended.items()}
     if everything not in parts:
         raise ValueError(
             f"no cut into {num_stages} stages keeps all uses of a parameter in one stage; several units use "
             f"{', '.join(map(repr, shared))}. Take fewer stages."
         )
+    # The part of the step time that is equal for all cuts.
     total = forward[everything] + backward[everything]
 
     def seconds(part: _Prefix) -> float:
@@ -188,6 +192,7 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
         num_stages: stage count.
         num_splits: splits per batch.
     """
+    # All cuts were visited, so no cut is faster.
     if cut.is_best:
         return cut.seconds
 
@@ -232,6 +237,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
                 if larger not in reached:
                     reached.add(larger)
                     waiting.append(larger)
+        # The number of sets grows exponentially for models with parallel branches.
         if len(reached) > MAX_CUTS:
             return [(1 << length) - 1 for length in range(len(needs) + 1)], False
     return sorted(reached, key=lambda position: (position.bit_count(), position)), True

@@ -26,6 +26,7 @@ from meshrec.stages.rank_step import schedule
 from meshrec.stages.samples import split
 from meshrec.stages.tracing import PartProgram, Traced, trace
 
+# The actions of `schedule` that compute. The others take no time in the simulation.
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
 """CPU seconds that a stage spends on messages per split, in the forward pass and again in the backward pass.
@@ -127,6 +128,7 @@ def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Lin
     batch = inputs[0].shape[0]
     final = set(traced.output.all_input_nodes)
     programs = [program(traced, unit.nodes, final) for unit in traced.units]
+    # Results of units, which later units take as arguments.
     values = dict(taken)
     with torch.no_grad():
         for part in programs:
@@ -143,6 +145,7 @@ def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Lin
 
 def _unstaged(problem: _Problem) -> list[DenseLayout]:
     """Return the DDP layout and the FSDP2 layout."""
+    # Every rank computes the whole dense part on its share of the batch.
     costs = _costs(problem, problem.batch // problem.world_size, 1)
     compute = sum(map(sum, costs))
     num_bytes, ranks, link = sum(problem.parameters), problem.world_size, problem.link
@@ -181,6 +184,7 @@ def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> flo
         now += cost.backward
         filled += num_bytes
         if filled >= most or (left == 0 and filled):
+            # The latency does not occupy the link, so it delays only the arrival.
             free = max(free, now) + _all_reduce(filled, ranks, link) - link.latency
             arrival, filled, most = free + link.latency, 0.0, _BUCKET
     return max(0.0, arrival - now)
@@ -206,13 +210,16 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
     """
     needs = [unit.needs for unit in problem.traced.units]
     costs = _costs(problem, lane_batch, num_splits)
+    # Seconds per split for a value with one byte per sample.
     per_byte = lane_batch / num_splits / problem.link.all_to_all
     transfers = {position: per_byte * _crossing(problem, position) for position in cut_positions(needs)[0]}
+    # The search adds the latency to every transfer, and the simulation lets it overlap.
     links = {position: problem.link.latency + seconds for position, seconds in transfers.items()}
     cut = best_cut(costs, needs, num_stages, num_splits, links, shared=problem.shared)
     members = [[u for u, s in enumerate(cut.stage_of) if s == stage] for stage in range(num_stages)]
     # Cut position at the end of every stage but the last: a bit mask of the units before the cut.
     ends = [sum(1 << u for stage in members[: end + 1] for u in stage) for end in range(num_stages - 1)]
+    # Lanes reduce the gradients of all stages at the same time, so the largest stage determines the time.
     largest = max(sum(problem.parameters[unit] for unit in stage) for stage in members)
     reduced = _all_reduce(largest, lanes, problem.link)
     stages = [

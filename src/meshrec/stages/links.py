@@ -79,6 +79,7 @@ class DeviceLink(StageLink):
                 ready.synchronize()
             moved = _copy_to(value, destination)
             return lambda: moved
+        # A separate stream, so that the copy does not wait for later kernels of the sending stage.
         stream = self._streams.setdefault(destination, torch.cuda.Stream(destination))
         with torch.cuda.stream(stream):
             if ready is not None:

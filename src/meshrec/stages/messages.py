@@ -125,6 +125,7 @@ class RankExchange(Exchange):
             self._send_header(_Header(self.error, None, []), peer, message)
             return
         flat, spec = pytree.tree_flatten(value)
+        # gloo sends contiguous memory only.
         tensors = [leaf.detach().contiguous() for leaf in flat if isinstance(leaf, Tensor)]
         forms = [
             _TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
@@ -169,6 +170,7 @@ class RankExchange(Exchange):
         if fits:
             first[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._send(first, peer, message)
+        # The second transfer contains the whole header again, which is simpler than the remaining part.
         if not fits:
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, message)
 
@@ -214,6 +216,7 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
     stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
     if action in ("tables", "collect"):
         kind: Literal["value", "gradient"] = "value" if action == "tables" else "gradient"
+        # Only the stage with the tables sends lookups and receives their gradients.
         whole = stage.whole.gives if stage.whole is not None else []
         return [
             (Message(kind, n, i, index, u), action == "tables")
@@ -222,6 +225,7 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
             for u in users.get(n, ())
         ]
     kind = "value" if action == "forward" else "gradient"
+    # Values from other stages. Batch values and values computed here need no message.
     takes = [name for name in flow.takes if makers.get(name, index) != index]
     messages = [(Message(kind, n, k, makers[n], index), action == "backward") for n in takes]
     messages += [

@@ -134,6 +134,7 @@ def measure_units(
     Returns:
         Cost of every unit, as the median over threads and repetitions.
     """
+    # Rounded up, so there are at most ``num_splits`` splits.
     sizes = split_sizes(batch, -(-batch // num_splits))
 
     def measure_repeatedly() -> list[list[UnitCost]]:
@@ -218,6 +219,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
             results, seconds = _timed(program.module, *make_writable(inputs))
         forward += seconds
         pending.append((inputs, results))
+    # Last in, first out, as stages run their backward passes.
     while pending:
         backward += _measure_backward(program, *pending.pop())
     return UnitCost(forward / depth, backward / depth)
@@ -230,6 +232,7 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
     parameters = [p for p in program.module.parameters() if p.requires_grad]
     if not ends or not (leaves or parameters):
         return 0.0
+    # Any gradient takes the same time.
     ones = [torch.ones_like(end) for end in ends]
     targets = [*leaves, *parameters]
     gradients, seconds = _timed(torch.autograd.grad, ends, targets, ones, allow_unused=True)
@@ -321,6 +324,7 @@ def _measure_whole(
     with torch.no_grad():
         results, seconds = _timed(part.module, *(taken[name] for name in part.takes))
         for name, value in zip(part.gives, results, strict=True):
+            # A sharded table returns a lazy result, whose exchange between ranks is not measured.
             value = value.wait() if isinstance(value, LazyAwaitable) else value
             first = split(value, sizes, f"the value {name!r}")[0]
             values[name] = pytree.tree_map(_floats_want_gradients, first)

@@ -60,6 +60,8 @@ class Staging(NamedTuple):
         makers = self.makers()
         users: dict[str, list[int]] = {}
         for stage in self.stages:
+            # Table lookups take only batch values, so only the program for splits reads values of other
+            # stages.
             for name in stage.split.takes:
                 if makers.get(name, stage.index) != stage.index:
                     users.setdefault(name, []).append(stage.index)
@@ -90,6 +92,8 @@ class StageFlow:
         self.makers, self.users = staging.makers(), staging.users()
         for name in carried:
             self.users.setdefault(name, []).append(self.last)
+        # The order matters: `StageRun.forward` passes the first values to the program, and only returns the
+        # carried values.
         self.takes = [*self.stage.split.takes, *(name for name in carried if index == self.last)]
 
     @property
@@ -121,6 +125,7 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
         indices = [
             unit.index
             for unit in traced.units
+            # A submodule may have several units, or share a unit with others.
             if any(path == cut or path.startswith(f"{cut}.") for path in map(path_of, unit.nodes))
         ]
         if not indices:
@@ -254,6 +259,7 @@ def _parameters_of(model: nn.Module, node: fx.Node) -> list[tuple[str, nn.Parame
         return [(f"{node.target}.{name}", p) for name, p in module.named_parameters()]
     parameters = []
     for needed in node.all_input_nodes:
+        # Functional calls, such as torch.matmul(x, self.weight), read parameters through get_attr nodes.
         if needed.op == "get_attr":
             path, _, name = str(needed.target).rpartition(".")
             value = getattr(model.get_submodule(path), name)

@@ -80,6 +80,7 @@ def _with_generator(func: Any) -> Any:
         RuntimeError: the operation has no such overload.
     """
     packet = func.overloadpacket
+    # The names are torch's convention, such as ``rand.generator`` and ``randint.low_generator``.
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
     if name in packet.overloads():
         return getattr(packet, name)

@@ -48,6 +48,7 @@ class Lane:
         Args:
             loss: loss for the batch (0-d) on the last stage; None on other stages.
         """
+        # The same dtype on all ranks, as a broadcast requires.
         value = torch.zeros(()) if loss is None else loss.detach().float().clone()
         # Only the last stage computes the loss.
         source = dist.get_global_rank(self.stages, self.stages.size() - 1)
@@ -67,7 +68,9 @@ class Lane:
         if not any_rank(error is not None, self.all_ranks):
             return
         texts: list[Any] = [None] * self.all_ranks.size()
+        # Slow, but only after an error.
         dist.all_gather_object(texts, (error, cause is not None), group=self.all_ranks)
+        # Ranks which only received an error from another stage repeat its message, so prefer the original.
         first = next((text for text, is_cause in texts if is_cause), None)
         raise StageError(first or next(text for text, _ in texts if text)) from cause
 
@@ -110,6 +113,7 @@ class SplitLosses:
             return None
         sizes = self._inputs.sizes
         return torch.stack(
+            # Weighted by samples, because the last split may be smaller.
             [loss * (n / sum(sizes)) for loss, n in zip(self._losses, sizes, strict=True)]
         ).sum()
 
@@ -132,6 +136,7 @@ class SplitLosses:
         values: dict[str, Any] = {}
         for name in computed:
             flat, spec = pytree.tree_flatten(results.pop((name, k)))
+            # Values of other splits stay in ``results`` until their split reaches this point.
             leaves[name] = [
                 leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
                 for leaf in flat
@@ -160,6 +165,7 @@ class SplitLosses:
             ]
             gradients = iter(torch.autograd.grad(loss * share, targets, allow_unused=True))
             self.gradients[k] = {
+                # Put the gradients back at the positions of the leaves which require them.
                 name: [
                     next(gradients) if isinstance(e, Tensor) and e.requires_grad else None
                     for e in value_leaves
@@ -177,6 +183,7 @@ class SplitLosses:
                 raise ValueError("the criterion needs a target: call step(..., target=...).")
             loss: Any = criterion(output, self._targets[k])
         else:
+            # The model may return (loss, other outputs).
             loss = output[0] if isinstance(output, tuple) else output
         if not isinstance(loss, Tensor) or loss.dim():
             if not self._train and criterion is None:
@@ -226,6 +233,8 @@ class RankStep:
         exchange.start()
         cause: BaseException | None = None
         for action, k in schedule(stage.index, flow.last + 1, self._run.num_splits, train=self._train):
+            # Listed before the action runs, because after a failure exactly these messages must still be
+            # exchanged.
             messages = messages_of(flow, action, k, generator=self._generator)
             if action == "agree":
                 # This comes before lanes exchange gradients and before tables are updated. Either all lanes
@@ -247,6 +256,7 @@ class RankStep:
             if exchange.error is not None:
                 # Other stages wait for the messages of this action, with or without a failure.
                 exchange.exchange_remaining(messages)
+        # All messages of the batch must be sent before the buffers are released.
         exchange.finish()
         # Before the tables are updated, so a failed step leaves them unchanged on all ranks.
         self._lane.raise_together(exchange.error, cause)

@@ -113,6 +113,7 @@ class StagedOverRanks(NamedAsModel):
             raise ValueError(f"split_size is {split_size}; it must be at least 1.")
         traced = trace(model)
         self._taking = traced.taking
+        # Every rank traces the whole model, so all ranks agree on value names without communication.
         staging = stage_programs(traced, stages_at_cuts(traced, cuts))
         self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
         self._flow = StageFlow(staging, group.rank(), _passed_through(staging))
@@ -121,6 +122,7 @@ class StagedOverRanks(NamedAsModel):
         # Collective, so all ranks must build the groups in this order.
         all_ranks = mesh._flatten("everyone").get_group() if other_axes else group
         self._lane = Lane(group, env.world.group, all_ranks)
+        # Contains only the modules which this stage uses.
         part = StagePart(model, self._flow.stage)
         tables = [path for path in (plan.plan if plan is not None else ()) if _has_submodule(part, path)]
         local_plan = ShardingPlan({path: plan.plan[path] for path in tables}) if plan is not None else None
@@ -194,6 +196,7 @@ class StagedOverRanks(NamedAsModel):
 
     def _run(self, args: Any, kwargs: Mapping[str, Any], target: Any, *, train: bool) -> StepResult:
         """Run a batch, with a backward pass if ``train``; see `step` for the arguments."""
+        # Check the batch before any collective, so an error leaves no rank waiting.
         sizes = split_sizes(batch_size(args, kwargs), self._split_size)
         taken = extract_values(self._taking, args, kwargs)
         flow, draws = self._flow, train and self.training and self._draws is not False
@@ -202,6 +205,7 @@ class StagedOverRanks(NamedAsModel):
         targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
         norms = batch_norms(self.part.module) if self._deferred and train else None
         inputs = Inputs(taken, splits, sizes)
+        # Drawn on the first stage, so random numbers do not depend on other ranks' generators.
         mode = Mode.now(grad=train, seed=self._lane.broadcast_seed() if draws else None)
         self.timeline = Timeline()
         run = StageRun(
@@ -309,6 +313,7 @@ class _PartCaller(Caller):
     @override
     def before_backward(self, *, last: bool) -> None:
         wrapped: Any = self._part._dmp_wrapped_module
+        # DDP reduces when its reducer has been prepared. Outside the last split, it must not be.
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:
                 # Only the last split starts the all-reduce. The gradients of earlier splits are already in

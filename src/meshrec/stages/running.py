@@ -143,6 +143,7 @@ class StageRun:
             for name, value in taken.items():
                 argument, leaves[name] = _detached(value, self._mode.grad)
                 arguments.append(make_writable(argument) if self._mode.grad else argument)
+            # Values after the program's arguments are only carried to the model's output.
             num_arguments = len(program.takes)
             tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
             with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
@@ -180,14 +181,18 @@ class StageRun:
                 leaf for value_leaves in saved.leaves.values() for leaf in value_leaves if leaf is not None
             ]
             ends, given = _backward_pairs(saved.outputs, arrived)
+            # A wrapper such as DDP needs its hooks, which run only if gradients are accumulated into
+            # ``grad``.
             if self._call.direct:
                 self._call.before_backward(last=self._sums.num_added == self.num_splits - 1)
                 if ends:
                     torch.autograd.backward(ends, given)
                 gradients: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
             else:
+                # Not accumulated into ``grad`` here, so that hooks run once per batch, in add_to_grad().
                 gradients = _autograd_grad(ends, given, [*leaves, *self._sums.parameters])
             self._sums.add(gradients[len(leaves) :])
+        # Sent in the same nesting as the values, with None for leaves without a gradient.
         by_leaf = iter(gradients[: len(leaves)])
         for name, value_leaves in saved.leaves.items():
             self.values.send_gradients(
@@ -279,6 +284,7 @@ class Caller(ABC):
 
 def split_seed(seed: int, k: int) -> int:
     """Return the seed of the random generator for split ``k``, given the seed of the batch."""
+    # Seeds are signed 64-bit integers.
     return (seed + k) % (1 << 63)
 
 
@@ -352,4 +358,5 @@ def _autograd_grad(
     """Call ``torch.autograd.grad`` from ``ends`` with gradients ``given``; accept empty lists."""
     if not ends or not targets:
         return [None] * len(targets)
+    # Some parameters may be unused in this split.
     return torch.autograd.grad(ends, targets, given, allow_unused=True)

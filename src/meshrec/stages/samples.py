@@ -103,6 +103,7 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     if isinstance(value, KeyedTensor):
         parts = value.values().split(list(sizes), dim=1 - value.key_dim())
         return [KeyedTensor(value.keys(), value.length_per_key(), part, value.key_dim()) for part in parts]
+    # Not a container: a value shared by all samples.
     if (rebuild := _rebuilder(value)) is None:
         return [value] * len(sizes)
     columns = [split(part, sizes, f"{where}{name}") for name, part in zip(*_named_parts(value), strict=True)]
@@ -147,6 +148,7 @@ def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
             raise ValueError(f"the splits returned different values, {first!r} and others; return tensors.")
         return first
     if first.dim() == 0:
+        # The mean over the batch is the mean over splits weighted by their sizes.
         weights = [size / sum(sizes) for size in sizes]
         return torch.stack([leaf * weight for leaf, weight in zip(leaves, weights, strict=True)]).sum()
     return torch.cat(list(leaves))
@@ -161,6 +163,7 @@ def _split_keyed_jagged(value: KeyedJaggedTensor, sizes: Sequence[int]) -> list[
         )
     keys, batch = value.keys(), value.stride()
     lengths = value.lengths().view(len(keys), batch)
+    # Start of every bag in ``values``, [keys, batch].
     bounds = value.offsets()[:-1].view(len(keys), batch)
     ends = value.offsets()
     weights = value.weights_or_none()
@@ -183,6 +186,7 @@ def _split_keyed_jagged(value: KeyedJaggedTensor, sizes: Sequence[int]) -> list[
 
 def _split_jagged(value: JaggedTensor, sizes: Sequence[int]) -> list[JaggedTensor]:
     offsets, weights = value.offsets(), value.weights_or_none()
+    # First sample of every split, and the batch size.
     bounds = list(itertools.accumulate(sizes, initial=0))
     counts = offsets[torch.tensor(bounds)].diff().tolist()
     rows = value.values().split(counts)  # a single operation, so the backward is a single concatenation
@@ -212,6 +216,7 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
     """Return a function from a list of items to a container like ``value``; None if it is not a container."""
+    # Named tuples take their items as separate arguments.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

@@ -206,6 +206,7 @@ class Staged(NamedAsModel):
         assert self._staging is not None
         if self._workers is None:
             self._workers = Workers(self._num_workers, self._num_threads)
+        # Before the first batch it is unknown whether the model draws random values, so assume it does.
         draws = self.training and self._draws is not False
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
         mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
@@ -230,7 +231,9 @@ class Staged(NamedAsModel):
             enabled, autograd can differentiate these values with respect to the batch.
         """
         assert self._staging is not None
+        # Only values computed by stages. The model may also return batch values.
         names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
+        # Batch tensors for which the caller wants gradients, such as outputs of another module.
         inputs = [
             (name, k, i, leaf)
             for name, parts in splits.items()
@@ -367,6 +370,7 @@ class _RunStages(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, run: ThreadedBatch, form: _ResultLayout, anchor: Tensor, *leaves: Tensor) -> Any:
+        # Autograd disables gradients inside a Function, but every stage builds its own graph.
         with torch.enable_grad():
             run.forward()
         ctx.run, ctx.form, ctx.num_leaves = run, form, len(leaves)

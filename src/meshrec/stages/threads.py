@@ -58,6 +58,8 @@ class Workers:
                 failed()
                 raise
             return
+        # In the order of failure. Later errors are usually consequences of the first, such as cancelled
+        # waits.
         errors: list[BaseException] = []
 
         def guarded(job: Callable[[], None]) -> None:
@@ -72,6 +74,7 @@ class Workers:
         if before != self.num_threads:
             torch.set_num_threads(self.num_threads)
         try:
+            # With a single worker, its pool runs the jobs one after another, in the order of ``jobs``.
             futures = [
                 self._pools[min(stage, len(self._pools) - 1)].submit(guarded, job)
                 for stage, job in jobs.items()
@@ -141,6 +144,7 @@ class ThreadExchange(Exchange):
             try:
                 arrive = link.carry(plain, ready, self._devices[destination])
             except BaseException as error:
+                # The receiving stage raises the error, and names the stage.
                 future.set_exception(error)
                 return
             self._timeline.add(source, "copy", message.k, start)
@@ -151,6 +155,7 @@ class ThreadExchange(Exchange):
 
     @override
     def get(self, message: Message) -> Any:
+        # The first call waits for the message, the second runs `StageLink`'s function in this thread.
         return self._future(message).result()()
 
     def stop(self) -> None:
@@ -289,11 +294,13 @@ class ThreadedBatch:
             run.values.collect()
 
         here = autograd_uses_threads(self._devices)
+        # Reversed, because in a single thread a stage needs the gradients of later stages first.
         self._run_in_stages(job, self.runs[::-1], here=here)
         # Last, so that a failure leaves the tables unchanged.
         self._run_in_stages(lambda run: run.tables_backward(), self.runs, here=here)
         input_gradients: dict[tuple[str, int], Gradients] = {}
         for run in self.runs:
+            # Several stages may read the same batch value.
             for key, stage_gradients in run.values.input_gradients.items():
                 input_gradients[key] = add_gradients(input_gradients.get(key), stage_gradients) or []
         return input_gradients

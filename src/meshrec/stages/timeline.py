@@ -82,6 +82,7 @@ def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
         events: events of a batch.
         names: names for the stages; by default their numbers.
     """
+    # An empty image, because the scale below needs at least one event.
     if not events:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
     first, last = min(e.start for e in events), max(e.end for e in events)
@@ -96,6 +97,7 @@ def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
     for stage in range(num_stages):
         y = 6 + stage * (_ROW + 8)
         name = names[stage] if stage < len(names) else f"stage {stage}"
+        # The start and the end of a long name identify the first and the last unit.
         label = name if len(name) <= 22 else f"{name[:10]}…{name[-11:]}"
         shown = html.escape(label, quote=False)
         parts += [
@@ -104,6 +106,7 @@ def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
         ]
         for event in (e for e in events if e.stage == stage):
             x, width = _LEFT + (event.start - first) * scale, max((event.end - event.start) * scale, 0.5)
+            # Copies overlap with computation, so they are drawn as a thin line below it.
             thin = event.kind == "copy"
             tip = f"{event.kind}, split {event.split}" if event.split >= 0 else event.kind
             parts.append(

@@ -93,6 +93,7 @@ def trace(model: nn.Module) -> Traced:
     inputs = _input_nodes(graph)
     output = next(node for node in graph.nodes if node.op == "output")
     taken = {*inputs, output}
+    # get_attr nodes are copied into every program that needs them.
     nodes = [node for node in graph.nodes if node not in taken and node.op != "get_attr"]
     return Traced(model, _input_program(model, inputs, output), _units(model, nodes, set(inputs)), output)
 
@@ -194,6 +195,7 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
             continue
         if len(makers) == 1:
             group.merge(makers[0], node)
+        # A node without inputs from other units, such as one which only creates a constant, joins its user.
         elif not [neighbor for neighbor in node.all_input_nodes if neighbor in group.root] and users:
             group.merge(users[0], node)
     members: dict[fx.Node, list[fx.Node]] = {}

@@ -149,6 +149,7 @@ class StageValues:
             gradients: gradient for every leaf of the value.
         """
         if name in self._pieces:
+            # The table update runs once, after all splits, so gradients wait here.
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(self.inputs.sizes))
             piece_gradients[k] = gradients
         elif name in self.inputs.splits:
@@ -260,6 +261,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
         ctx.gradients = gradients
+        # A dummy result, from which ``backward`` starts.
         return parameters[0].new_zeros(())
 
     @staticmethod
