@@ -77,6 +77,7 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
     """
     try:
         if axis.size > 1:
+            # With ``from``, the traceback on this rank also shows the error raised here.
             if errors := gather_errors(error, axis, name):
                 raise combined(errors, axis.size) from error
         elif error is not None:
@@ -131,6 +132,7 @@ def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
     Args:
         tables_by_rank: for every rank, a digest of each table's sharding, by (module path, table name).
     """
+    # Rank 0 is the reference.
     for rank, other in enumerate(tables_by_rank):
         for key in sorted({*tables_by_rank[0], *other}):
             if tables_by_rank[0].get(key) != other.get(key):

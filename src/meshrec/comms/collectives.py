@@ -147,6 +147,7 @@ class InFlight:
         Raises:
             CollectiveError: a peer failed.
         """
+        # gloo and NCCL fill a tensor. Only a host link leaves messages in peer memory.
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
         work, self.work = self.work, None
@@ -186,6 +187,7 @@ class _PolledWork:
         listener: Listener | None = None
         while True:
             try:
+                # Waits only briefly, to look for announced errors in between.
                 self._work.wait(timedelta(seconds=POLL_SECONDS))
                 return
             except RuntimeError:
@@ -224,13 +226,16 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
     """
     group = axis.group
     if group is None or axis.size == 1:
+        # A single rank: the message to itself is the result.
         return InFlight(sent, None, name, None)
+    # Inlined from `count_start`, because this function runs several times per step.
     if Local.has_failed:
         check_group(group)
     Local.num_started += 1
     if _traffic:
         _count_bytes(name, sent, splits.sent, axis.rank)
     try:
+        # Opening a link at the first use is collective.
         link = links[group] if sent.is_cpu else None
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
@@ -345,6 +350,7 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
 
     def start(copied: Tensor) -> Any:
         assert axis.group is not None
+        # torch names the source by global rank.
         first = dist.get_global_rank(axis.group, source)
         return dist.broadcast(copied, first, group=axis.group, async_op=True)
 
@@ -409,6 +415,7 @@ def set_timeout(seconds: float) -> None:
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         set_group_timeout(timedelta(seconds=seconds), group)
+    # Links do not use torch's timeout.
     for link in open_links():
         link.timeout_seconds = seconds
 
@@ -443,6 +450,7 @@ def _start_collective(
     """
     if not goes_through_cpu(sent, group):
         return _poll_for_failures(start(received, sent), sent, group)
+    # gloo fills this buffer, and `_CopyBack` copies it to the device.
     arrived = torch.empty_like(received, device="cpu")
     copied = sent.cpu()
     return _CopyBack(_poll_for_failures(start(arrived, copied), copied, group), arrived, received)
@@ -480,6 +488,7 @@ def named_failure(error: RuntimeError) -> Exception:
 
     Return other errors unchanged. Used for collectives which torch starts itself, not this module.
     """
+    # This module's own errors name the ranks already.
     is_named = isinstance(error, CollectiveError)
     if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
         return error
@@ -517,6 +526,7 @@ def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup |
         name: name of the collective.
         group: ranks in the collective.
     """
+    # The announced error is the cause, and tells more than a broken connection.
     if (failure := lone_failure(group)) is not None:
         return failure
     ranks = dist.get_process_group_ranks(group)
@@ -545,6 +555,7 @@ def _silent_peers(ranks: list[int]) -> str:
 
     def ask() -> None:
         try:
+            # Tell the peers that this rank is alive and has seen the failure.
             store.set(f"meshrec/failed/{this_rank}", "1")
             heard.set()
             while silent and time.monotonic() < deadline:
@@ -557,6 +568,7 @@ def _silent_peers(ranks: list[int]) -> str:
 
     thread = threading.Thread(target=ask, name="silent peers", daemon=True)
     thread.start()
+    # One second more than the deadline, for the last store call.
     thread.join(_ANSWER_SECONDS + 1.0)
     if heard.is_set() and not failures and not thread.is_alive():
         return f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"

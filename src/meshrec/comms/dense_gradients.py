@@ -94,6 +94,7 @@ class DenseGradients:
             peers = None
             if on_cpu and is_gloo(group):
                 peers = PeerAverage(axis, hosts_of_ranks(group), DENSE_GRADIENTS)
+            # Without a host link: sockets between hosts, or NCCL on GPUs.
             return cls(None, axis, adds_in_order=on_cpu, dtype=dtype, peers=peers)
         # A separate link: buckets and table exchanges may interleave differently on every rank, and a link
         # needs the same order everywhere.
@@ -121,6 +122,7 @@ class DenseGradients:
             Future which DDP waits for.
         """
         future: Future[Tensor] = Future()
+        # Elements of every rank's share, and this rank's share once per peer.
         sizes = self._sizes(buffer)
         local_sizes = [sizes[self._axis.rank]] * self._axis.size
         if not self.adds_in_order:
@@ -134,6 +136,7 @@ class DenseGradients:
             terms = self._in_flight(None, self._link.start(sent, sizes, None, local_sizes, same=False))
         elif self._peers is not None:
             terms = self._peers.start(sent)
+        # Both ranks send everything and average on their own: one exchange instead of two.
         elif self._axis.size == 2:
             sizes = [0, buffer.numel()] if self._axis.rank == 0 else [buffer.numel(), 0]
             terms = all_to_all(sent, Splits(sizes, sizes), self._axis, DENSE_GRADIENTS)
@@ -158,9 +161,11 @@ class DenseGradients:
         # Forget the buckets first: after an error, the next step must not finish them.
         in_progress, self._in_progress = self._in_progress, []
         has_means = not self.adds_in_order or self._peers is not None
+        # Start to send all means before waiting for any, so exchanges of different buckets overlap.
         means = [bucket.terms if has_means else self._means(bucket) for bucket in in_progress]
         for bucket, in_flight in zip(in_progress, means, strict=True):
             mean = in_flight.wait()
+            # The means may be in another tensor or dtype than DDP's buffer.
             if mean is not bucket.buffer:
                 bucket.buffer.copy_(mean)
             if not bucket.future.done():
@@ -176,6 +181,7 @@ class DenseGradients:
         average = operators.average_ranks
         if self._link is None and size == 2:
             peer_gradients = bucket.terms.wait()
+            # In rank order on both ranks, for equal bits.
             average(sent, [sent, peer_gradients] if rank == 0 else [peer_gradients, sent], size)
             return self._in_flight(sent, None)
         sizes = self._sizes(sent)

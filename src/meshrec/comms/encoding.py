@@ -106,6 +106,7 @@ class RowEncoding(NamedTuple):
             keys,
             step,
         )
+        # Kernels write bytes.
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
@@ -145,6 +146,7 @@ class RowEncoding(NamedTuple):
         for block in blocks:
             end = start + block.num_rows * block.columns.width
             columns = values.view(-1)[start:end].view(block.num_rows, -1).split(list(block.columns.widths), 1)
+            # Formats without kernels encode a column of all rows at once.
             coded = [
                 format.encode(column.to(format.kernel_dtype)).contiguous().view(self.unit)
                 for column, format in zip(columns, block.columns.formats, strict=True)

@@ -40,6 +40,7 @@ _SAME_ERROR_SECONDS = 30.0  # time for all ranks to announce a common error
 _STORE_SECONDS = 3.0  # time for the store to answer
 # Name of the attribute which marks an exception as raised on all ranks.
 _AGREED = "is_agreed"
+# Weak, so that this dict does not keep destroyed process groups alive.
 _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 """Process groups which reject collectives after a rank has failed alone, with the failure message."""
 
@@ -114,6 +115,7 @@ def combined(
         texts = [f"rank {rank}: {text}" for rank, text in zip(errors, texts, strict=True)]
     else:
         del texts[1:]
+    # The first common type is the most specific, because subclasses come first.
     return as_agreed((shared or [RuntimeError])[0]("\n".join(texts)))
 
 
@@ -134,6 +136,8 @@ def announced_on_failure(stage: F) -> F:
         try:
             return stage(*arguments, **options)
         except Exception as error:
+            # An error on which all ranks have agreed is raised everywhere anyway. A CollectiveError is the
+            # consequence of another failure.
             if _AGREED not in error.__dict__ and not isinstance(error, CollectiveError):
                 announce(error)
             raise
@@ -153,6 +157,7 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
     sent = sendable(error)
     Local.failed_at.append(Local.num_started)
     Local.has_failed, Local.is_uncertain = True, not is_lost
+    # JSON, so other ranks need not unpickle it.
     entry = json.dumps(_Announcement(Local.failed_at, type(sent).__name__, str(sent), is_lost))
     key = _key(dist.get_rank())
     _ask_store(lambda store: store.set(key, entry))
@@ -212,6 +217,7 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
     error = combined(errors, len(ranks))
     if group is not None and group not in _lost:
         _lost[group] = str(error)
+        # Other ranks must reject collectives, too.
         announce(error, is_lost=True)
     return error
 
@@ -225,6 +231,7 @@ class Listener:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
+        # A wait shorter than this never reads the store.
         self._next = time.monotonic() + POLL_SECONDS
 
     def check(self) -> None:
@@ -254,6 +261,7 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
         if any(entry.is_lost for entry in entries.values()):
             _lost[group] = "this rank"
             return
+        # All other ranks have failed at the same position: the ranks are in step.
         if sum(local_position in entry.failed_at for entry in entries.values()) == len(ranks) - 1:
             return
         time.sleep(0.02)
@@ -306,6 +314,7 @@ def _ask_store(question: Callable[[Any], object]) -> None:
     store = dist.distributed_c10d._get_default_store()
 
     def ask() -> None:
+        # A dead store must not hide the original error.
         with contextlib.suppress(RuntimeError):
             question(store)
 

@@ -114,6 +114,7 @@ class Reading:
             RuntimeError: a peer died, or did not respond within the process group's timeout; the link then
                 has a ``failure``. Errors from ``make`` are raised unchanged.
         """
+        # ``arrive`` waits without copying, ``wait`` also copies the messages.
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
         self.is_finished = True
@@ -125,6 +126,8 @@ class Reading:
                 if self.result.numel() != self.num_elements:
                     self.result = operators.new_buffer(self.result, self.num_elements)
                 name, arguments = "wait", (self.result.data_ptr(), *arguments)
+            # The C function returns after a short wait, so this loop can look for failed peers and the
+            # deadline.
             while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
                 deadline = deadline or time.monotonic() + link.timeout_seconds
                 listener = listener or Listener(link.ranks)
@@ -143,6 +146,7 @@ class Reading:
             if not link.failure:
                 link.functions["skip"](link.handle, self.number)
             raise
+        # The outcome is the number of messages which some peer has not read yet.
         while len(link.sent) > outcome:
             link.sent.popleft()
 
@@ -192,6 +196,7 @@ class HostLink:
             OSError: the system does not allow reading other processes' memory.
         """
         for rank, address in enumerate(addresses):
+            # This rank's own board is mapped already.
             if address == self.address:
                 continue
             if self.functions["join"](self.handle, rank, *address, self.error) == _FAILED:
@@ -237,6 +242,7 @@ class HostLink:
         reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
         if len(self._in_progress) >= _MANY:
             self._skip_dropped()
+        # A weak reference, so that dropping the reading is noticed.
         self._in_progress.append((number.value, weakref.ref(reading)))
         return reading
 
@@ -264,6 +270,7 @@ class HostLink:
 
     def close(self) -> None:
         """Close the link once peers have read the last messages, or after ``_LEAVING_SECONDS``."""
+        # Closing twice does nothing.
         handle, self.handle = self.handle, None
         if handle is not None:
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
@@ -362,12 +369,14 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
             link.join(addresses)
         except OSError as error:
             refusal = str(error)
+        # A second exchange, because joining may fail on some ranks only.
         (refusals,) = _gather_items(group, (refusal,))
         if not any(refusals):
             return link, ""
     if link is not None:
         link.close()
     reason = ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why)
+    # Several hosts are normal and need no warning.
     if group.rank() == 0 and is_one_host:
         _logger.warning(
             "the %d ranks of a process group are on one host but send messages through gloo's sockets, which "

@@ -49,6 +49,7 @@ def form_group(backend: str, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_one_machine():
         _listen_on_loopback()
+    # The user's choice takes precedence.
     elif _INTERFACE_VARIABLES[0] not in os.environ:
         name = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         if name is not None:
@@ -63,6 +64,7 @@ def form_group(backend: str, timeout: timedelta) -> None:
 
 def is_one_machine() -> bool:
     """Return whether, according to the launcher's environment variables, all ranks are on this machine."""
+    # Set by MeshRec's launcher, whose ranks are all on this machine.
     if STORE_VARIABLE in os.environ:
         return True
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -74,6 +76,7 @@ def is_one_machine() -> bool:
 def store_host() -> str | None:
     """Return a description of the process hosting the default group's store; None if the store is a file."""
     store: Any = dist.distributed_c10d._get_default_store()
+    # torch wraps the store for every process group.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
@@ -104,6 +107,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     listener = _listen(host, port) if rank == 0 else None
     if listener is None and rank == 0:
         return None
+    # The store takes over the socket, so the descriptor must stay open.
     descriptor = None if listener is None else listener.detach()
     return TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=descriptor)
 
@@ -123,6 +127,7 @@ def host_store(host: str, port: int) -> TCPStore:
         raise ValueError(
             f"this machine cannot listen at {host}:{port}. Give one of its addresses, and a free port."
         )
+    # The port which the system has chosen, if 0 was given.
     port = listener.getsockname()[1]
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 

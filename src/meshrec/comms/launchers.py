@@ -103,6 +103,7 @@ def _translate(launcher: _Launcher) -> None:
     """
     values = dict(zip(_RANK_VARIABLES[:3], map(_number, launcher.variables[:3]), strict=True))
     rank, size = values["RANK"], values["WORLD_SIZE"]
+    # Every launcher tells the number of ranks per node in another way.
     if launcher.name == "Slurm":
         values["LOCAL_WORLD_SIZE"] = _tasks_of_this_node()
     elif launcher.name == "Flux":
@@ -115,6 +116,7 @@ def _translate(launcher: _Launcher) -> None:
         listed = ", ".join(f"{name}={os.environ[name]}" for name in launcher.variables)
         raise ValueError(f"{launcher.name} has set {listed}, which contradict each other. Use torchrun.")
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        # Only Slurm lists the hosts of a job step.
         if launcher.name != "Slurm":
             option = launcher.option
             equals = " " if option.endswith("env ") else "="

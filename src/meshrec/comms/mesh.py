@@ -109,6 +109,7 @@ class ShardingEnv:
         if names not in _AXES:
             raise ValueError(_wrong_axes(mesh))
         replicate, node, local = (_axis(mesh, name) if name in names else None for name in _AXES[-1])
+        # Without a shard axis, every rank has all tables.
         if names == ("replicate",):
             assert replicate is not None
             return cls(world=replicate, replicate=replicate, mesh=mesh)
@@ -167,6 +168,7 @@ def _wrong_axes(mesh: DeviceMesh) -> str:
             f"a mesh {description} is for stages: pass it to meshrec.stages.StagedOverRanks, which "
             "shards the tables of every stage over the axes next to 'stage'."
         )
+    # Suggest names for the number of axes in the mesh.
     fitting = [axes for axes in _AXES if len(axes) == len(shape)]
     better = " or ".join(f"mesh_dim_names={axes}" for axes in fitting or _AXES)
     return (

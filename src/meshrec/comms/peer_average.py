@@ -52,6 +52,7 @@ class PeerAverage:
 
     def __init__(self, axis: Axis, hosts: Sequence[str], name: str) -> None:
         self.group: Any = axis.group
+        # All ranks create their objects in the same order, so the tags match.
         number = _num_averages[self.group] = _num_averages.get(self.group, 0) + 1
         first_tag = _FIRST_TAG + 3 * number
         self.terms_tag, self.means_tag, self.passed_on_tag = range(first_tag, first_tag + 3)
@@ -139,6 +140,7 @@ class Routes:
         if host == self._hosts[owner]:
             return None
         ranks = self._on_host[host]
+        # The owner's position on its host selects the receiver, which spreads the load.
         return ranks[self._on_host[self._hosts[owner]].index(owner) % len(ranks)]
 
     def source(self, owner: int, rank: int) -> int:
@@ -164,6 +166,7 @@ class _Job:
         self.mean: Tensor = operators.new_buffer(sent, sent.numel())
         self._done = threading.Event()
         self._error: Exception | None = None
+        # Every rank starts with another peer, so that messages do not all go to the same rank first.
         peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         if self._size == 2:
             shares, self._target = {peers[0]: sent, self._rank: sent}, self.mean
@@ -199,6 +202,7 @@ class _Job:
             self._error = error
         finally:
             self._done.set()
+            # Free the received terms, also after an error.
             self._terms.clear()
 
     def wait(self) -> None:

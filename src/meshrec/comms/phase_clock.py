@@ -87,6 +87,7 @@ class Recorder:
         self._on_cuda = on_cuda
         self._marks: list[_Mark] = []  # in time order
         self._nested: list[str] = []  # phases that are open now, outermost first
+        # All time counts as dense until another phase starts.
         self.enter(DENSE)
 
     def enter(self, name: str) -> None:
@@ -101,6 +102,7 @@ class Recorder:
 
     def finish(self) -> None:
         """Compute ``seconds`` from the recorded starts."""
+        # The end of the last phase.
         self._mark(DENSE)
         if self._on_cuda:
             # Event times can only be read after the events have completed.

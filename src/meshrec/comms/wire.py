@@ -121,6 +121,7 @@ class _Cast(WireFormat):
         limits = torch.finfo(self.unit)
         if max_abs > limits.max:  # overflows to infinity
             return math.inf
+        # Half a unit in the last place; below the normal range, the spacing of subnormal values is constant.
         return max(max_abs * limits.eps, limits.smallest_normal * limits.eps) / 2
 
 
@@ -294,6 +295,7 @@ class TableWires(NamedTuple):
         first, *exceptions = text.split(",")
         tables = {}
         for exception in exceptions:
+            # The last colon, because table names may contain colons.
             name, colon, formats = exception.strip().rpartition(":")
             if not colon or not name or name in tables:
                 raise ValueError(

@@ -66,6 +66,7 @@ def create_admissions(
         An object for the split tables and an object for the data-parallel tables. Either is None without
         hashed tables.
     """
+    # Split tables first, then data-parallel tables, as ``replicated`` indexes the pair.
     pair: list[AdmissionEviction | None] = []
     for replicated, held in ((False, split), (True, local)):
         if env.devices and not replicated:  # tables over several devices are for inference only

@@ -26,6 +26,8 @@ class LazyAwaitable(Generic[W]):
     """
 
     def __init__(self, finish: Callable[[], W] | None = None) -> None:
+        # The function which computes the value, until ``wait`` has called it; then None, or a function which
+        # raises.
         self._finish: Callable[[], W] | None = self._wait_impl if finish is None else finish
         self._value: W | None = None
 
@@ -51,6 +53,7 @@ class LazyAwaitable(Generic[W]):
                 raise
         return self._value  # type: ignore[return-value]
 
+    # Called only for attributes which the placeholder itself does not have.
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # a check for __array__ must not compute the value

@@ -180,6 +180,7 @@ class ModuleParts(Blueprint):
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
     """List the tables in an unsharded module. Weights may be on the ``meta`` device."""
+    # After meshrec.fuse, the optimizer has state which the sharded tables take over.
     fused = module.fused_optimizer if module.is_fused else None
     state = {} if fused is None else fused.state
     hashed = module.hashed_tables()
@@ -229,6 +230,7 @@ def build(
     # Rank 0's seed on all ranks, so initial rows do not depend on the sharding.
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
     with together(env.world, "allocation"):
+        # Checks come first, so that nothing is allocated if one of them fails.
         _check_untrained(sources, options)
         check_cuts({source.table.name: source.storage for source in sources}, plan)
         rules = _rules(sources, options)
@@ -260,6 +262,7 @@ def build(
     contents = Contents(
         split=split,
         local=local,
+        # An optimizer attached by meshrec.fuse may have taken steps already.
         steps=[source.state.get("step", 0) for source in sources],
         trained=[source.weight.requires_grad for source in sources],
     )
@@ -298,6 +301,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         local = [] if shard is None else [shard]
         here = TableModule(table.name, size, storage, weight, shards=local, split=split)
         shards[table.name] = here
+        # From now on, attaching another optimizer to the table is an error.
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
             mark_shard(here.weight, env.shard.group, is_sharded=True)  # even if empty: norms are collective
@@ -327,6 +331,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made, so that their memory is returned when they are freed
+    # The module's plan names the kernels in use; the plan from the user may name others.
     plan = blueprint.plan.with_kernels(_kernels(routing, blueprint.rules, blueprint.storages))
     return ModuleParts(
         **{**vars(blueprint), "plan": plan},
@@ -430,6 +435,7 @@ def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleSharding
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
+            # Floating-point storages have 0 bits per code, so they pass.
             if first * storage.bits % 8:
                 raise ValueError(
                     f"table {name!r}: a shard begins at column {first}, within a byte of its rows of "
@@ -542,6 +548,7 @@ def _initial_blocks(
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
     names = [part.name for part in storage.row_parts]
+    # Hashed tables are copied by key, with their optimizer state and counts of IDs waiting for admission.
     if source.rows is not None:
         loaded = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
         for piece in source.rows.stream((c0, c1), keys=(r0, r1)):

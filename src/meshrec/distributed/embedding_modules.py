@@ -45,8 +45,11 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     def __init__(self, built: ModuleParts, holder: str) -> None:
         super().__init__()
         self._holder = holder
+        # As an attribute with TorchRec's name, so that parameter names are equal.
         setattr(self, holder, module_dict_of(built.shards))
         self._set_parts(built)
+        # Features and their number of columns, in output order. Equal under all plans, so ``rebuild`` keeps
+        # them.
         self._names, self._dims = built.names, built.dims
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
@@ -152,6 +155,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
         super().__init__(built, "embedding_bags")
         self._configs = module.embedding_bag_configs()
         self._is_weighted = module.is_weighted()
+        # First output column of every feature, and the total.
         self._offsets = list(accumulate(built.dims, initial=0))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -190,8 +194,10 @@ class ShardedEmbeddingCollection(_ShardedCollection[dict[str, JaggedTensor]]):
         routes, uses = tables.routing.first_columns
         # Column shards read the same IDs, so count only the routes with column 0.
         counts = torch.zeros(len(self._dims), dtype=torch.int64)
+        # Number of rows for every use, and of values.
         rows: list[int] = counts.index_add_(0, uses, source.counts[routes]).tolist()
         sizes = list(map(operator.mul, rows, self._dims))
+        # Offsets of every key are cut out of the offsets for all keys.
         offsets = []
         for key in source.keys:
             offsets.append(source.offsets[bounds[key] : bounds[key + 1] + 1])

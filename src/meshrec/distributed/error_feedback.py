@@ -89,6 +89,7 @@ class ErrorFeedback:
         for number, (block, part) in enumerate(self._split_blocks(values)):
             at = 0
             for c, (use, width) in enumerate(zip(block.columns.uses, block.columns.widths, strict=True)):
+                # Tables in a module may have different formats, and not all use error feedback.
                 if block.columns.formats[c].feedback:
                     rows = _ColumnRows((number, c), *torch.unique(names(number, use), return_inverse=True))
                     self._add_to_rows(rows, part[:, at : at + width])
@@ -112,6 +113,7 @@ class ErrorFeedback:
             block, part = parts[number]
             at = sum(block.columns.widths[:c])
             errors = part[:, at : at + block.columns.widths[c]]
+            # A bag may occur several times in the message, and only the sum of its errors is kept.
             sums = errors.new_zeros(len(rows.bags), errors.shape[1]).index_add_(0, rows.which, errors)
             self._merge(rows, sums)
         self._rows, self._blocks = [], ()
@@ -135,6 +137,7 @@ class ErrorFeedback:
             block, column, field = name.split(".")
             columns.setdefault((int(block), int(column)), {})[field] = tensor
         self._residuals = {column: _Residuals(**fields) for column, fields in columns.items()}
+        # Loaded values of ``seen`` are at most 0, so they are older than every later message.
         self._messages = 0
 
     def _split_blocks(self, values: Tensor) -> list[tuple[Block, Tensor]]:
@@ -166,8 +169,10 @@ class ErrorFeedback:
         seen = torch.full_like(rows.bags, self._messages)
         previous = self._residuals.get(rows.column)
         if previous is not None:
+            # Bags which are not in this message keep their residuals.
             is_other = ~torch.isin(previous.bags, rows.bags)
             bags = torch.cat([previous.bags[is_other], rows.bags])
+            # Ascending, as searchsorted requires.
             order = bags.argsort()
             sums = torch.cat([previous.residuals[is_other], sums])[order]
             seen = torch.cat([previous.seen[is_other], seen])[order]

@@ -114,6 +114,7 @@ class SortedIdExchange:
             Number of IDs in every run to receive, by node, and the bytes in the packed message from every
             node.
         """
+        # One more number per node: the bytes in its packed message.
         extra = len(byte_counts) > 0
         messages = [[*lengths, *byte_counts[m : m + 1]] for m, lengths in enumerate(sent)]
         message = torch.tensor([n for lengths in messages for n in lengths], dtype=torch.int64, device=device)

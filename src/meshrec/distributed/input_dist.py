@@ -93,10 +93,12 @@ class InputDist:
         """int32 words per ID in a message, including the per-sample weight."""
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
+        # Table of every use, for error messages.
         self._readers = [routing.tables[use.table].name for use in routing.uses]
         # Keys of the last batch, and the position of every use's feature among them. Replaced when a batch
         # has other keys; most runs have the same keys in every step.
         self._keys: tuple[Sequence[str], list[int]] | None = None
+        # Hash seeds of uses which read hashed tables.
         seeds = {u: routing.tables[use.table].mix_seed for u, use in enumerate(routing.uses)}
         self._seeds = {u: seed for u, seed in seeds.items() if seed is not None}
         # Hashed tables mix IDs with different seeds, so a feature read by several tables is copied for each.
@@ -104,6 +106,7 @@ class InputDist:
         # First world rank in this replica group.
         self._first = env.replicate.rank * env.shard.size
         fields = _HEADER + sequence
+        # Every rank sends a header to every other rank.
         sizes = [fields] * env.world.size
         self._size_splits = Splits(sizes, sizes)
         # Sequence output has a row per ID, so its size differs by message. The header then has a fifth
@@ -133,6 +136,7 @@ class InputDist:
         batch.sample_weights, batch.arguments, batch.error = None, (), None
         try:
             batch.source, batch.sample_weights, batch.arguments = self._prepare(features)
+            # One kernel call finds the routes of all IDs, and packs the messages.
             payload, header, counts, num_bad = operators.route_ids(*batch.arguments)
             if self._sequence:
                 elements = torch.zeros_like(header[:, 0])
@@ -149,6 +153,7 @@ class InputDist:
         # The op on a GPU sets the bit for bad input in the header itself, because raising would need a wait.
         header.select(1, _STATUS).bitwise_or_(status)
         batch.routed = payload, header, counts, num_bad
+        # The last header is for the data-parallel tables, whose IDs stay here.
         rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
         batch.in_flight = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
         return batch
@@ -198,6 +203,7 @@ class InputDist:
         # The words arrive later, see ``ShardedTables.advance``; only the header is known now.
         batch.message = PackedIds(words[:0], header, elements)
         batch.local_message = PackedIds(local, local_header[-1:], local_elements)
+        # Needed only until here: the arguments to find an input error, the result to send the IDs.
         batch.arguments, batch.routed = (), None
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
@@ -214,6 +220,7 @@ class InputDist:
         values, offsets, weights, segments = operators.unpack_ids(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
+        # Column 3 of a header: bags per route.
         batches = list(map(message.header[:, 3].tolist().__getitem__, blocks))
         elements = tuple(map(message.elements.__getitem__, blocks)) if message.elements else ()
         return LookupIds(
@@ -280,6 +287,7 @@ class InputDist:
     def _world_rows(self, header: Tensor) -> Tensor:
         """Return the size message for all ranks. Ranks in other replica groups get only the status."""
         rows = header.new_zeros(self._env.world.size, header.shape[1])
+        # The status is the same in all headers.
         rows[:, _STATUS] = header[0, _STATUS]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
@@ -329,6 +337,7 @@ def _expand_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     lengths, starts = features.lengths()[bags], features.offsets()[bags].long()
     ends = lengths.long().cumsum(0)
     ids = torch.arange(int(lengths.sum()), device=bags.device)
+    # Position of every ID in the original values: the start of its bag plus the position in the bag.
     ids += torch.repeat_interleave(starts - (ends - lengths), lengths.long())
     weights = features.weights_or_none()
     return KeyedJaggedTensor(

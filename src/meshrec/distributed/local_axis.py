@@ -34,6 +34,7 @@ def split_message(batch: LookupBatch) -> list[PackedIds]:
 
 def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
     """Return the IDs on the device of ``part``, where they are looked up."""
+    # A rank without tables has no parameter from which to read the device.
     if part.is_empty:
         return ids
     device = part.held.parameters[0].device

@@ -77,6 +77,7 @@ class LookupTables:
         self.held = cast(LocalShards, held)  # FetchedRows has all attributes needed by lookups
         # Packed parameters may get other memory, so only the unpacked weights are listed in advance.
         self._plain = None if held.is_packed else list(held.weights)
+        # Depends on how rows are stored, for example as floating-point values or as quantized codes.
         self._look_up = lookup_function(held.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
@@ -102,6 +103,7 @@ class LookupTables:
                 self._readers[lookup.route] = before._replace(
                     indexes=[*before.indexes, indexes[lookup.rectangle]]
                 )
+        # Values per ID (or bag) that each route adds to the output, over all column shards on this rank.
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
@@ -176,6 +178,7 @@ class LookupTables:
             return grad.view(-1, self._dim)[:, [c for i in selected for c in columns[i]]].reshape(-1)
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
         rows = starts.diff().view(-1, len(self.work.routes))[:, self._layout[1]]
+        # The flat output has, block by block, the rows of one lookup after the other.
         pieces = grad.reshape(-1).split((rows * torch.tensor(self._widths)).view(-1).tolist())
         number = len(self.work.lookups)
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in selected])
@@ -215,6 +218,7 @@ class LookupTables:
         """
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
+        # Inlined ``is_flat`` and ``lookups``, because this method runs in every step.
         flat = self.sequence or ids.ragged
         lookups = _as_lookups((*ids[:4], *self._layout, flat, self._widths))
         size = num_elements if flat else sum(ids.batches)

@@ -129,6 +129,7 @@ class LookupBatch:
     would never be freed.
     """
 
+    # The last completed stage, set by `ShardedTables`.
     stage = Stage.ROUTED
     in_flight: InFlight | None
     """The running collective for which the next stage waits: sizes, IDs, rows, or row gradients."""

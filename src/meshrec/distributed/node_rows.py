@@ -89,6 +89,8 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
         rank_work([r for work in routing.work[local::size] for r in work.rectangles], list(routing.uses))
         for local in range(size)
     )
+    # Nodes stand in for replica groups: inside a node, the exchange works as on a mesh with one replica per
+    # node.
     peers = Axis(size=env.world.size // size, rank=env.world.rank // size)
     return replace(routing, work=work), ShardingEnv(world=env.world, shard=env.local, replicate=peers)
 
@@ -123,6 +125,7 @@ class NodeRows:
         assert env.node is not None
         assert env.local is not None
         self._routing, self._node, self._rank = routing, env.node, env.shard.rank
+        # Only messages between nodes are encoded, so the codecs use the routing of all ranks.
         self.codecs = Codecs(*(Codec(routing, wires, direction, clock) for direction in (FORWARD, BACKWARD)))
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
@@ -141,6 +144,7 @@ class NodeRows:
         self._ids = SortedIdExchange(
             env.node, [len(owner.bands) for owner in self._owners], wide=routing.wide
         )
+        # Looks up a row per requested ID; pooling happens at the requesting rank.
         self._tables = LookupTables(
             routing,
             self._local_owner.work,
@@ -167,6 +171,7 @@ class NodeRows:
         Returns:
             The rows to fetch, and the rows which other nodes request from this rank.
         """
+        # First ID of every (source rank, route), followed by the number of IDs.
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         num_blocks = (len(starts) - 1) // max(len(self._work.routes), 1)
         bands = self._band_of_route.repeat(num_blocks).repeat_interleave(starts.diff()).to(ids.values.device)
@@ -178,8 +183,10 @@ class NodeRows:
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
         ends = bounds.tolist()
         distinct = [keys[a:b] - edges[band] for band, (a, b) in enumerate(pairwise(ends))]
+        # Grouped by owner, because every owner gets its bands in the order in which it numbers them.
         sent = [[len(distinct[band]) for band in owner.bands] for owner in self._owners]
         parts = [distinct[band] for owner in self._owners for band in owner.bands]
+        # The empty slice keeps torch.cat from failing on an empty list.
         requested, counts = self._ids.exchange(torch.cat([*parts, keys[:0]]), sent)
         owned = self._tables.resolve(self._as_ids(requested, counts), train=train)
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
@@ -211,6 +218,7 @@ class NodeRows:
             if encodes:
                 message = codec.decode(message, flat)
             parts = message.split([block.num_rows * block.columns.width for block in flat])
+        # Filled below in the order of the owners; the initial value is only a placeholder.
         rows_by_rectangle: list[Tensor] = [message] * self._first_rectangle[-1]
         rectangle_indices = self._rectangle_indices()
         for part, block, number in zip(parts, flat, rectangle_indices, strict=True):
@@ -229,6 +237,8 @@ class NodeRows:
                 ``look_up`` returned.
         """
         codec, encodes = self.codecs.backward, self.codecs.backward.encodes(self._node)
+        # The reverse of the forward pass: this rank receives gradients for rows it owns, and sends those for
+        # rows it has fetched.
         received, sent = self._blocks(fetch, BACKWARD)
         flat = [block for blocks in sent for block in blocks]
         parts = [gradients[number].grads.reshape(-1) for number in self._rectangle_indices()]
@@ -278,6 +288,7 @@ class NodeRows:
         Returns:
             Two lists with the blocks for every node: rows which this rank owns, and rows which it fetches.
         """
+        # Gradients of different ranks are rounded with different random numbers, rows by their IDs.
         keys = [first_key(self._rank) if direction == BACKWARD else 0] * len(self._owners)
         owned = [
             [

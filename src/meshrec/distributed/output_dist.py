@@ -153,6 +153,7 @@ class Hop:
         if self.encodes:
             blocks = [Block(count, self.columns[rank], first_key(p)) for p, count in enumerate(rows_sent)]
             rows = self.codecs.forward.encode(rows, blocks)
+        # All rows sent by this rank have the same columns, so message sizes are multiples of a row.
         unit = self.units[rank]
         splits = Splits(list(map(unit.__mul__, rows_sent)), list(map(num_rows.__mul__, self.units)))
         return all_to_all(rows.view(-1), splits, self.axis, name)
@@ -171,6 +172,7 @@ class Hop:
             Result rows, [rows, out_dim].
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *bag_arguments(bags)
+        # The fastest path: one kernel decodes and sums.
         if self.coded is not None:
             coded, of_coded = self.coded, operators.gather_coded
             return in_flight.use(lambda received, *link: of_coded(received, *arguments, *coded, *link))
@@ -228,6 +230,7 @@ class Hop:
             key = first_key(self.axis.rank)
             blocks = [Block(num_rows, columns, key) for columns in self.grad_columns[: self.num_kinds]]
             sent = self.codecs.backward.encode(sent, blocks, names=names)
+        # Reverse of ``send``: the sizes sent and received are exchanged.
         unit = self.grad_units[self.axis.rank]
         splits = Splits(list(map(num_rows.__mul__, self.grad_units)), list(map(unit.__mul__, rows_sent)))
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
@@ -246,6 +249,7 @@ class Hop:
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.grad_columns[self.axis.rank])
             message = self.codecs.backward.decode(message, [block])
+        # Updates are computed in fp32.
         return message.float()
 
 
@@ -334,6 +338,7 @@ class PooledOutput:
     """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
+        # With a single node, or a single rank per node, a second hop would not reduce the traffic.
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
             self._hops: tuple[Hop, ...] = node_hops(routing, env, codecs)
             num_nodes, size = env.node.size, env.local.size
@@ -400,9 +405,11 @@ class PooledOutput:
 
         if len(self._hops) == 2:
             first, second = self._hops
+            # The reverse order of the forward pass: first between nodes, then inside the node.
             received = second.send_back(sent, *rows[1], "gradients between nodes", names=names_of)
             node_grad = second.gradient(received, rows[1][0])
             node_grad = node_grad.view(rows[0][1], first.out_dim)  # no -1: a node may hold nothing
+            # The gradient was scaled and divided by bag lengths in the second hop already.
             sent, _ = first.scatter(node_grad, None, 1.0)
             return first.send_back(sent, *rows[0], "gradients of embeddings"), local
         hop = self._hops[0]
@@ -448,6 +455,7 @@ def return_weight_grads(
         Gradient for the per-sample weights of this rank's N IDs, fp32 [N].
     """
     num_routes = [len(work.routes) for work in (*routing.work, routing.local)]
+    # ID counts by destination rank. The last entry is for the data-parallel tables.
     *routes, _ = source.counts.split(num_routes)
     splits = Splits([part.numel() for part in by_rank], [int(counts.sum()) for counts in routes])
     received = all_to_all(torch.cat(list(by_rank)), splits, axis, "gradients of weights").wait()

@@ -54,7 +54,9 @@ def pieces_of(sources: Sequence[Iterable[Span]], order: Sequence[Sequence[int]] 
             Empty: sources are added in their order.
     """
     pieces: list[Piece] = []
+    # Result columns which some earlier piece has written.
     written: set[int] = set()
+    # (position of the part, source, source column, span) for every span.
     ordered = []
     for number, spans in enumerate(sources):
         source_column = 0
@@ -116,10 +118,12 @@ def part_order(routing: Routing, rank: int) -> list[int]:
         rank: rank on the shard axis.
     """
     work = routing.work[rank]
+    # First row of all rectangles, by table.
     starts: dict[int, list[int]] = {}
     for rank_work in routing.work:
         for rectangle in rank_work.rectangles:
             starts.setdefault(rectangle.table, []).append(rectangle.r0)
+    # Several column shards start at the same row and have the same position.
     ranks = {
         table: {row: position for position, row in enumerate(sorted(set(rows)))}
         for table, rows in starts.items()
@@ -154,6 +158,7 @@ def _split_span(span: Span, source_column: int, written: set[int]) -> list[Piece
         written: result columns written by earlier pieces; the span's columns are added to it.
     """
     pieces: list[Piece] = []
+    # Column by column, because a span may cover written and new columns.
     for offset in range(span.width):
         column = span.column + offset
         add = column in written

@@ -16,6 +16,7 @@ class PrintedStage:
     """Shards of each table as strings with rows, columns and rank, such as ``[0:10, 0:4]@1``."""
 
     def __repr__(self) -> str:
+        # A rank may have no shard of a table.
         shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
         return "\n".join([f"{self.title}, {self.sharding_type}", *shards])
 

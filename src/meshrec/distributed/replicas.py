@@ -86,6 +86,7 @@ class Replicas:
         with phase(self._phase) if recorders else OFF:
             sizes = gather_sizes(message.header, ids, self._axis)
             whole = self._tables_to_sum(sizes)
+            # First the all-reduce, because afterwards the all-gather may not be needed.
             rows = self._sum_tables(whole, ids, grad)
             # The all-reduce had all tables, so no IDs need to be gathered.
             if rows and len(rows) == len(self._tables.work.rectangles):
@@ -99,6 +100,7 @@ class Replicas:
         row in different slots.
         """
         work, num_ranks = self._tables.work, self._axis.size
+        # Words that a replica sends per route in the all-gather: bag lengths, IDs, and gradients.
         elements = (
             sizes.bags
             + sizes.num_ids * self._input.words_per_id
@@ -110,6 +112,7 @@ class Replicas:
         for route, num_bytes in zip(work.routes, per_route.tolist(), strict=True):
             table = self._tables.table_of(route)
             gathered[table] = gathered.get(table, 0) + num_bytes
+        # Bytes for the all-reduce, by table.
         summed = dict.fromkeys(gathered, 0)
         for rectangle in work.rectangles:
             if rectangle.table in summed:
@@ -161,10 +164,12 @@ class Replicas:
             blocks = list(range(len(blocks)))
             message = pack_routes(ids, tables.routes, headers[self._axis.rank])
             grad = self._tables.part_of_grad(tables, grad, ids)
+        # Number of gradient values on every replica, for the tables in the all-gather.
         num_grads = (
             self._tables.num_elements(sizes.bags, sizes.num_ids)[:, :, tables.routes].sum((1, 2)).tolist()
         )
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
+        # Messages of all replicas, each in unpacking order.
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
         # Messages have keys, because slots differ between ranks. Resolve them to this rank's slots.
@@ -185,6 +190,7 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
     counts = torch.cat([header.reshape(-1), ids.segments.diff(), starts.diff()]).to(ids.values.device)
     rows = all_gather(counts, axis, "sizes of gradients").wait().cpu()
     num_routes = (ids.segments.numel() - 1) // num_messages
+    # The three parts of ``counts``.
     sizes = [header.numel(), num_messages * num_routes, num_messages * num_routes]
     headers, bags, num_ids = rows.split(sizes, 1)
     shape = axis.size, num_messages, num_routes
@@ -208,6 +214,7 @@ def gather_gradients(
     Returns:
         Packed IDs and flat gradients from all ranks, in rank order.
     """
+    # Words of packed IDs on every rank.
     words = headers[:, :, 1].sum(1).tolist()
     lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
     mine = torch.cat([message.words, grad.reshape(-1).view(torch.int32)])
@@ -233,6 +240,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
     """
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
+    # Index of every packed (message, route) among all routes in ``ids``.
     order = [message * num_routes + route for message in range(num_messages) for route in routes]
     bags = ids.segments.diff()[order]
     num_bags = bags.view(num_messages, -1).sum(1).tolist()
@@ -252,6 +260,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
         columns.append(weights.split(num_ids))
     words: list[Tensor] = []
     for message, parts in enumerate(zip(*columns, strict=True)):
+        # Routes with different bag counts: the message starts with the counts.
         if header[message, 3] < 0:
             words.append(bags.view(num_messages, -1)[message].int().to(values.device))
         words += [part.view(torch.int32) for part in parts]
@@ -280,6 +289,7 @@ def reduce_gradients(
         For every table, the rows touched on any rank, and their summed gradients.
     """
     sizes = [rows * (dim + 1) for rows, dim in shapes]
+    # A buffer for all tables, so that one all-reduce is enough.
     flat = torch.zeros(sum(sizes), device=local_gradients[0].grads.device)
     tables = [part.view(rows, dim + 1) for part, (rows, dim) in zip(flat.split(sizes), shapes, strict=True)]
     for table, part in zip(tables, local_gradients, strict=True):

@@ -100,6 +100,7 @@ def reshard_tables(
         OutOfMemoryError: a rank has too little memory; raised on every rank.
         RuntimeError: a rank cannot write a table's file; raised on every rank.
     """
+    # Checks come before any allocation, and give the same result on all ranks.
     for path, module in built.items():
         names = [table.name for table in module.routing.tables]
         check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
@@ -162,6 +163,7 @@ def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[st
 
     A rank without a shard of a table cannot tell whether the table is trained.
     """
+    # Only ranks with a shard know; other ranks have an empty parameter.
     local = {
         (path, name)
         for path, module in built.items()
@@ -240,6 +242,7 @@ def plan_transfers(
         new: rectangles on all ranks under the new plan; None: every rank has the whole table.
         axis: the ranks.
     """
+    # The table is whole on every rank before and after, so nothing moves.
     if old is None and new is None:
         return
     ranks = range(axis.size)
@@ -248,6 +251,7 @@ def plan_transfers(
         whole = _whole_table(old)
         new = [RankRectangle(rank, 0, whole) for rank in ranks]
     for target in new:
+        # Every rank has the whole table, so each rank copies from itself.
         sources = old if old is not None else [RankRectangle(target.rank, 0, _whole_table(new))]
         for source in sources:
             a, b = source.rectangle, target.rectangle
@@ -454,6 +458,7 @@ class _TableTransport:
         if header.first is None:
             yield None, torch.int64, (n,)
         c0, c1 = map(storage.part_column, header.columns)
+        # Counts of IDs waiting for admission, which only blocks of hashed tables may have.
         waiting = RowPart("waiting", torch.int64, True)
         for part in [*parts_of(storage, None if rule is None else rule.spec), waiting]:
             if part.name in header.parts:

@@ -193,6 +193,7 @@ class Routing:
         The int64 tensors cut_begin, cuts, interval_begin, interval_routes and routes, described in
         ``ops/dist/naive.py``. Routes for data-parallel tables belong to an additional rank, number R.
         """
+        # Numbered over all ranks, in rank order.
         routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
         of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
         for number, (_, use, r0, r1) in enumerate(routes):
@@ -200,9 +201,11 @@ class Routing:
         cut_start, cuts, interval_start, interval_routes = [0], [], [0], []
         for reader, use_routes in zip(self.uses, of_use, strict=True):
             edges = set(self.tables[reader.table].keys)
+            # All keys at which some route of the use starts or ends, and the ends of the key range.
             use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in use_routes)))
             cuts += use_cuts
             cut_start.append(len(cuts))
+            # A route covers an interval completely, or not at all.
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in use_routes if r0 <= first < r1]
                 interval_start.append(len(interval_routes))
@@ -268,6 +271,7 @@ def compile_plan(
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
     local: list[Rectangle] = []
     for t, table in enumerate(tables):
+        # Data-parallel tables are a rectangle with the whole table on every rank.
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
             local.append(Rectangle(t, *table.keys, 0, table.dim))
         for rank, cuts in _rectangles_by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
@@ -317,6 +321,7 @@ def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int,
                 columns[band].append((x.c0, x.c1, rank))
     owners = [_join_columns(sorted(band_columns)) for band_columns in columns]
     cut_by_rank: dict[int, list[Rectangle]] = {rank: [] for rank in by_rank}
+    # Adjacent intervals with the same owners need no cut between them.
     for same, bands in groupby(zip(pairwise(edges), owners, strict=True), key=itemgetter(1)):
         rows = [edge for band, _ in bands for edge in band]
         for c0, c1, rank in same:
@@ -365,6 +370,7 @@ def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
         rectangles: the rank's rectangles.
         uses: all uses.
     """
+    # Sorted, so all ranks number them alike. A set, because column shards with the same rows share a route.
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

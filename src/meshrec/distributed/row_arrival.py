@@ -70,6 +70,7 @@ class RowArrival:
             if error is not None:
                 raise error
             return
+        # One small collective for both purposes: errors and fingerprints.
         statuses = all_gather(status, world, "arrival of rows").wait().view(world.size, -1)
         if statuses[:, 0].any():
             errors = gather_errors(error, world, "rows that cannot come", _KINDS)
@@ -77,6 +78,7 @@ class RowArrival:
         # Slots may differ between replicas, but not inside a replica group.
         first = self._env.replicate.rank * self._env.shard.size
         traces = statuses[first : first + self._env.shard.size, 1:]
+        # Ranks without the rows have sent -1, so the maximum is the fingerprint of some rank with the rows.
         most = traces.max(0).values
         if bool(((traces != most) & (traces != -1)).any()):
             raise RuntimeError(

@@ -64,6 +64,7 @@ class ColumnPeers:
         Returns:
             For every rectangle on this rank, the sums [U, S].
         """
+        # Sums over all local column shards of a band.
         mine: dict[_Band, Tensor] = {}
         # Add this rank's own column shards in a band first.
         for band, part in zip(self._local_bands, partial, strict=True):
@@ -74,10 +75,12 @@ class ColumnPeers:
             [band for band in bands if band in mine and rank != self._axis.rank]
             for rank, bands in enumerate(self._bands)
         ]
+        # Sent and received sizes are equal, because both ranks have touched the same rows.
         sizes = [sum(mine[band].numel() for band in bands) for bands in shared]
         parts = [mine[band].reshape(-1) for bands in shared for band in bands]
         sent = torch.cat(parts) if parts else torch.empty(0)
         received = all_to_all(sent, Splits(sizes, sizes), self._axis, "row statistics").wait()
+        # Partial sums by band and rank, including this rank.
         terms: dict[tuple[_Band, int], Tensor] = {(band, self._axis.rank): mine[band] for band in mine}
         for rank, (bands, piece) in enumerate(zip(shared, received.split(sizes), strict=True)):
             parts = piece.split([mine[band].numel() for band in bands])
@@ -151,6 +154,7 @@ def column_peers(
     """
     if axis.size == 1 or not formula_of(rule.code).row_sums:
         return frozenset(), None
+    # Tables with a rectangle narrower than the table.
     cut = {
         rectangle.table
         for work in routing.work

@@ -49,6 +49,7 @@ class SequenceOutput:
         self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
         local_work = routing.work[env.shard.rank]
         self._local_routes = local_work.routes
+        # Routes to all ranks, in rank order.
         self._all_routes: list[Route] = [route for work in routing.work for route in work.routes]
         all_columns = [_single_columns(codecs, routing, rank) for rank in range(env.shard.size)]
         # (route, columns of embeddings, columns of gradients) for this rank's lookups, and for all ranks'.
@@ -71,6 +72,7 @@ class SequenceOutput:
         # Stable sort: split uses first, data-parallel uses last, as ``receive_rows`` concatenates them.
         self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
         self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
+        # 0 for data-parallel tables, which the kernels must skip.
         self._dims = [
             0 if routing.replicated[use.table] else dim
             for use, dim in zip(routing.uses, routing.dims, strict=True)
@@ -224,6 +226,7 @@ class SequenceOutput:
         use, r0, r1 = self._all_routes[self._all[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
+        # IDs of the use's feature: ``values[first:end]``.
         first, end = source.offsets[[bounds[key], bounds[key + 1]]].tolist()
         ids = source.values[first:end].long()
         num_rows = self._routing.tables[self._routing.uses[use].table].num_rows

@@ -158,6 +158,7 @@ class ShardedTables:
         # Whether ``route`` has checked, once, that torch has not attached an optimizer to a fused table after
         # sharding.
         self._is_checked = False
+        # Counts in-place writes to the weights, to tell writes by the user from updates.
         self._writes = WriteCounter(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
         )
@@ -174,6 +175,7 @@ class ShardedTables:
         ]
         # ``receive_grad`` returns gradients in this order.
         self._parameters = [*split.parameters, *local.parameters]
+        # Only tables with ``update="on_step"`` need a signal.
         is_deferred = any(table.rule.deferred for table in fused.values())
         self.collected = GradientSignal(input_dist.device) if is_deferred else None
         """Signal whether gradients are collected for ``step``; None if backward updates all tables."""
@@ -194,6 +196,7 @@ class ShardedTables:
         # Sum gradients over ranks with copies of the same rows: for the split tables, over the replicate
         # axis, and for the data-parallel tables, over all ranks. None without copies.
         self._replicas = self._data_parallel = None
+        # Ranks on the replicate axis have copies of this rank's shards.
         if env.replicate.size > 1:
             blocks = self._output.blocks
             self._replicas = Replicas(self.split, env.replicate, input_dist, blocks, name="replicas")
@@ -234,6 +237,7 @@ class ShardedTables:
             ValueError: torch has attached an optimizer to a table with a fused optimizer.
         """
         if not self._is_checked:
+            # Raises if torch has attached an optimizer.
             for table in self._fused:
                 in_backward_spec(table.weight)
             self._is_checked = True
@@ -279,6 +283,7 @@ class ShardedTables:
     def _arrive(self, batch: LookupBatch) -> None:
         """Stage ``ARRIVED``: wait for the IDs from all ranks, and unpack them."""
         assert batch.in_flight is not None
+        # Only the words were missing; the header is known since stage EXCHANGED.
         batch.message, batch.in_flight = PackedIds(batch.in_flight.wait(), *batch.message[1:]), None
         messages = split_message(batch) if self._env.devices else [batch.message]
         batch.ids = []
@@ -295,6 +300,7 @@ class ShardedTables:
     def _resolve(self, batch: LookupBatch) -> None:
         """Stage ``RESOLVED``: replace keys by slots in tables with an index, or request rows from nodes."""
         with phase("lookup") if recorders else OFF:
+            # With an exchange of rows between nodes, the owners resolve keys, see `NodeRows.request_rows`.
             if self._nodes is None:
                 batch.ids = [
                     part.resolve(ids, train=batch.trains)
@@ -305,6 +311,7 @@ class ShardedTables:
         if self._nodes is not None:
             with phase("ids") if recorders else OFF:
                 batch.fetch = self._nodes.request_rows(batch.ids[0], train=batch.trains)
+            # From now on, IDs are positions among the distinct IDs, whose rows will be fetched.
             batch.ids = [batch.fetch.slots]
 
     @announced_on_failure
@@ -387,6 +394,7 @@ class ShardedTables:
             Pooled embeddings, fp32 [B, D], or a row per ID, fp32, flat.
         """
         assert batch.in_flight is not None
+        # Dropped from the batch, so its messages can be freed while the batch waits for the backward pass.
         in_flight, batch.in_flight = batch.in_flight, None
         with phase("output") if recorders else OFF:
             return self._output.receive_rows(in_flight, None if batch.local_ids is None else local, batch)
@@ -406,6 +414,7 @@ class ShardedTables:
             ValueError: the user has written to the batch or to a table since the forward pass.
         """
         source = batch.source
+        # The backward pass reads the caller's IDs and weights again, so they must be unchanged.
         check_unchanged(BATCH_TENSORS, (source.values, source.offsets, source.weights), source.versions)
         if self.needs_resolve:
             check_pinned(batch.ids[0].pins)
@@ -450,6 +459,7 @@ class ShardedTables:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
         if self._nodes is not None:
             split = self._gradient_from_nodes(batch, split_grad)
+        # Without a replicate axis, the gradients of all ranks have arrived already.
         elif self._replicas is None:
             split = self.split.gradient(split_grad, batch.ids[0])
         else:
@@ -466,6 +476,7 @@ class ShardedTables:
                 for grad in updates.ordinary_gradients(gradient)
             ]
             self._apply(gradients, deferred=False)
+            # After the update, so marked rows have been changed.
             if self.watch is not None:
                 self.watch(gradients)
         if self.needs_resolve and self.collected is None:  # collected gradients keep the slots until ``step``
@@ -486,6 +497,7 @@ class ShardedTables:
 
         Collective. Does nothing if no gradients are collected.
         """
+        # After ``zero_grad``, the signal's gradient is None, and there is nothing to apply.
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
@@ -545,6 +557,7 @@ class ShardedTables:
         if batch.local_ids is not None:
             local = self.local.sample_weight_grad(local_grad, batch.local_ids)
         blocks = split_grads.split(header[self._output.blocks, 2].tolist())
+        # Blocks are in unpacking order, and messages must be in rank order.
         by_rank = [split_grads] * len(blocks)
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
@@ -585,6 +598,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         sample_grad, table_grads = ctx.tables.receive_grad(ctx.batch, grads[0])
+        # A gradient for each argument of ``forward``; the first three need none.
         return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 

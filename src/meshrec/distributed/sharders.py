@@ -42,6 +42,7 @@ class _Sharder:
         self.optimizer = _optimizer_spec(fused_params)
         self.tables = None if tables is None else frozenset(tables)
         self.precision = precision or CommsPrecision()
+        # Checked here, so an unknown format raises when the sharder is created.
         self.wires = self.precision.wires
         self.update = _check_update(update)
 
@@ -65,6 +66,7 @@ class _Sharder:
         wires = by_module(self.wires.tables, model, "the sharder's precision names")
         sharders = {}
         for path in tables:
+            # A shallow copy is enough, because the options below are replaced and not changed.
             sharders[path] = copy.copy(self)
             sharders[path].tables = None if optimized is None else frozenset(optimized[path])
             sharders[path].wires = self.wires._replace(tables=wires[path])
@@ -98,11 +100,13 @@ class _Sharder:
         self.by_path(tables, tables)  # the options must name tables in the module
         fused = module.fused_optimizer if module.is_fused else None
         attached = fused if isinstance(fused, FusedOptimizer) else None
+        # A module fused with ``update="on_step"`` keeps this choice when it is sharded.
         is_deferred = attached is not None and not attached.updates_in_backward
         options = BuildOptions(
             optimizer=self.optimizer,
             optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
+            # All tables of a fused module have the same seed.
             seed=DEFAULT_SEED if attached is None else next(iter(attached.tables.values())).rule.seed,
             wire=self.wires,
             across_nodes=self.across_nodes,
@@ -193,6 +197,7 @@ def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tup
         ValueError: the process group or the ranks cannot use the device.
     """
     env = default_env() if env is None else env
+    # The device which takes the input.
     needed = env.devices[0] if env.devices else group_device(env.world.group)
     if device is None:
         return env, needed

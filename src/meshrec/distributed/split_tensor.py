@@ -74,6 +74,7 @@ class LocalRectangles(Tensor):
     def copy_from(self, source: Tensor) -> None:
         """Copy values from a full tensor, or from a tensor with the same rectangles."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
+            # Copying a tensor to itself is skipped.
             if not is_same(part, values):
                 part.detach().copy_(values)
 
@@ -106,6 +107,7 @@ class LocalRectangles(Tensor):
 
     def map_parts(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
         """Return a tensor with the same rectangles, whose values are the results of ``fn``."""
+        # An empty tensor shows the dtype and the device of the result, also on a rank without rectangles.
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
@@ -124,6 +126,7 @@ class LocalRectangles(Tensor):
         if func in _MAPPED_OPS:
             local, *options = args
             return local.map_parts(lambda part: func(part, *options, **kwargs))
+        # ``torch.equal`` compares only the values on this rank.
         if func is _aten.equal.default and all(isinstance(arg, LocalRectangles) for arg in args[:2]):
             one, other = args[:2]
             return one._rectangles == other._rectangles and all(map(torch.equal, one._parts, other._parts))
@@ -163,6 +166,7 @@ class SplitTensor(DTensor):
         # pieces. An empty table is not cut: no piece would remain, and DCP would drop the tensor.
         if local.dim() == 1 and len(local):
             local, holders = _cut_at_common_rows(local, holders)
+        # The strides of a contiguous full tensor, which the wrapper only pretends to be.
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
         spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))
         tensor: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -193,6 +197,7 @@ class SplitTensor(DTensor):
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
         local = self.local
         local_parts = dict(zip(local._rectangles, local._parts, strict=True))
+        # On the group's device, because broadcast needs it there.
         whole = torch.empty(self.shape, dtype=self.dtype, device=group_device(group))
         seen: set[tuple[int, ...]] = set()
         # All ranks iterate over all rectangles in the same order, because broadcasts must match.
@@ -265,6 +270,7 @@ class SplitTensor(DTensor):
         """
         offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
         number = index.index
+        # The number is only a hint. If it does not match the offsets, search for the offsets.
         if number is None or number >= len(offsets) or offsets[number] != offset:
             number = offsets.index(offset)
         return self.local._parts[number]
@@ -299,6 +305,7 @@ class SplitTensor(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _SUPPORTED_FUNCTIONS:
                 return func(*args, **kwargs or {})
+            # An ordinary tensor cannot be filled, because this rank has only a part of the values.
             if func is Tensor.copy_ and not isinstance(args[0], SplitTensor):
                 raise _unsupported(func)
             return _wrap_result(func(*map(_to_plain, args), **kwargs or {}), args[0])

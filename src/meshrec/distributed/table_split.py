@@ -147,6 +147,7 @@ class GrowableSplit:
         joined = self._key_ordered(module)
         parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
         parts[IDS] = joined(IDS, torch.int64, True)
+        # IDs waiting for admission have counts but no rows; a checkpoint must contain them, too.
         if self._admission_eviction.storages[self._table].counts_waiting_ids:
             parts |= self._admission_counts(module)
         return parts
@@ -177,6 +178,7 @@ class GrowableSplit:
         Returns:
             Function from (name, dtype, per_row) to the split tensor for a row part.
         """
+        # Row counts of all intervals, over all ranks, determine where this rank's rows are in key order.
         positions = self._positions(self._admission_eviction.live[self._table])
         tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
         tensors = [table.tensors() for table in tables]

@@ -29,6 +29,7 @@ class _FixedMarks:
     def __init__(self, table: Table) -> None:
         r = table.rectangle
         self.table, self._first = table, r.r0
+        # int32 is enough for two billion updates.
         self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
     def mark(self, slots: Tensor, now: int) -> None:
@@ -91,6 +92,7 @@ class _HashedMarks:
         self._take_evicted(now)
         is_late = self._evicted_marks > since
         self._evicted, self._evicted_marks = self._evicted[is_late], self._evicted_marks[is_late]
+        # A key may have been evicted several times.
         keys: Tensor = self._evicted.unique()
         return keys[~is_alive(self.table, keys)]
 
@@ -162,9 +164,11 @@ class TouchedRows:
         """
         now = self._now()
         for part, gradient in zip(self._marks, gradients, strict=False):
+            # Rectangles whose gradients are already summed by row.
             slots = [(i, rows.rows) for i, rows in gradient.rows.items()]
             if gradient.looked_up is not None:
                 lookups = gradient.looked_up.lookups
+                # All other rectangles: mark every ID which was looked up.
                 values = ids_by_key(lookups)
                 slots += [
                     (i, values[key])

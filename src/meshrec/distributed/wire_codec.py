@@ -48,6 +48,7 @@ class Codec:
         self, routing: Routing, wires: Sequence[WireFormats], direction: int, clock: Callable[[], int]
     ) -> None:
         self._routing, self._direction, self._clock = routing, direction, clock
+        # By table number.
         self._formats: list[WireFormat] = [pair[direction] for pair in wires]
         split = list(compress(self._formats, map(operator.not_, routing.replicated)))
         # Data-parallel tables send no rows, but without any other table the encoding needs some format.
@@ -74,6 +75,7 @@ class Codec:
                 first rows draw different random numbers for rounding. None: 0 for all parts.
         """
         routing, starts = self._routing, self._routing.columns
+        # The use to which a result column belongs.
         uses = [bisect_right(starts, span.column, hi=len(starts) - 1) - 1 for span in spans]
         names = [
             f"table {routing.tables[routing.uses[use].table].name!r}, feature {routing.uses[use].feature!r}"
@@ -110,6 +112,7 @@ class Codec:
                 block's ``first_key``.
             names: returns bag names for error feedback; None: no feedback.
         """
+        # The step is part of the seed, so rounding errors differ from step to step.
         step = self._clock() if self.draws else 0
         feedback = self.feedback if names is not None else None
         if feedback is not None and names is not None:
@@ -118,6 +121,7 @@ class Codec:
         if report is not None:
             self._watch.warn(report, blocks)
         if feedback is not None:
+            # Decoded as the receiver does it, so the stored errors are exact.
             feedback.store_errors(values, self.encoding.decode(message, blocks))
         return message
 
@@ -160,6 +164,7 @@ class _NonFiniteWatch:
         num_pairs, element = report.tolist()
         if not num_pairs:
             return
+        # End of every block among the values in the message.
         ends = list(accumulate(block.num_rows * block.columns.width for block in blocks))
         number = bisect_right(ends, element)
         block = blocks[number]
@@ -167,6 +172,7 @@ class _NonFiniteWatch:
         row, column = divmod(element - start, block.columns.width)
         starts = list(accumulate(block.columns.widths, initial=0))
         name = block.columns.names[bisect_right(starts, column) - 1]
+        # A message per column and run is enough; damaged weights would fill the log.
         if name in self._warned:
             return
         self._warned.add(name)
