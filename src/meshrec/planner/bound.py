@@ -52,7 +52,7 @@ class LowerBound:
         self._problem, self._allowed_C, self._type_C = problem, allowed_C, problem.type_C
         # For `squeezed`, which excludes large pieces.
         self._largest_CK = problem.largest_load_CK() / self.scale
-        # One linear program for all boxes: it keeps its basis and cuts, so later boxes are solved faster.
+        # One linear program for all boxes: basis and cuts are kept, so later boxes are solved faster.
         self._relaxation = Relaxation(problem, self.scale, deadline)
         self._count = itertools.count()
         # Open boxes by bound; the counter breaks ties.
@@ -74,7 +74,7 @@ class LowerBound:
 
         Infinite if no plan exists, or if it is proven that none is faster than the best known plan.
         """
-        # Boxes that were dropped have no plan below the cutoff, so they do not count.
+        # Dropped boxes have no plan below the cutoff, so they do not count.
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
 

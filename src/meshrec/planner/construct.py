@@ -121,7 +121,7 @@ def assign_table(state: State, table: int, candidates: Ints) -> bool:
 def fitting_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State | None:
-    """Search for a plan that fits into memory, regardless of its speed.
+    """Search for a plan that fits into memory, regardless of speed.
 
     Args:
         problem: planning problem.

@@ -136,7 +136,7 @@ class _Phase(NamedTuple):
         """Return Q factors by which to scale loads before rounding.
 
         A factor scales one of the piece sizes with the most total load to a small integer, so that rounding
-        loses nothing for these pieces. The scaled limit must not be an integer, because a cut gains its
+        loses nothing for these pieces. The scaled limit must not be an integer, because a cut gains the
         fractional part.
 
         Args:

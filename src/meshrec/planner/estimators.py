@@ -48,7 +48,7 @@ VALUE_BYTES = FP32.value_bytes
 """Bytes per fp32 value. Results, gradient sums and exchanges between replicas are fp32. Exchanges between
 replicas have no shorter wire format, because replicas must apply bit-identical updates.
 """
-# Index of the format for embeddings and of the format for gradients in `WireFormats`.
+# Positions in `WireFormats`: the format for embeddings, and the format for gradients.
 _FORWARD_WIRE, _BACKWARD_WIRE = range(2)
 # Passes over row statistics: copy, sum, divide, sort.
 _STATISTICS_PASSES = 4
@@ -97,7 +97,7 @@ class CostModel:
         self.batch_size = batch_size
         self.replicas = replicas
         self.profile = topology.profile
-        # Ranks of a shard group. All groups have the same plan and load.
+        # Ranks in a shard group. All groups have the same plan and load.
         self.num_ranks = topology.world_size // replicas
         # A group may be smaller than a node.
         self.node_size = min(topology.local_size, self.num_ranks)
@@ -155,7 +155,7 @@ class CostModel:
         # Otherwise it reads a row per ID, and encodes a row per bag.
         looked_up, encoded = (fetched, fetched) if self.rows_across else (ids, outputs)
         read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
-        # Values that leave the rectangle in forward, and return as gradients.
+        # Values which leave the rectangle in forward, and return as gradients.
         elements = outputs * columns
         hops = self._hops(table, in_node_N)
         for direction, phase in ((_FORWARD_WIRE, _OUTPUT), (_BACKWARD_WIRE, _GRADIENT)):
@@ -422,7 +422,7 @@ class CostModel:
         message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
         if not self.rows_across:
             return Sent(message * self._routes.same_node, message * self._routes.other_nodes)
-        # Every node sends the distinct IDs of its ranks once.
+        # Every node sends distinct IDs once for all ranks.
         distinct = self._fetched(table, ids, share) / self.num_nodes
         id_bytes: Floats | float = a.bare_id_bytes
         if self.topology.packed_ids:

@@ -69,7 +69,7 @@ class Relaxation:
         # Upper limits: a candidate can be used by all tables of its type.
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         num_phases = problem.load_PK.shape[1]
-        # A table costs its candidate's common seconds; a phase costs T_k.
+        # The objective: common seconds per table, and T_k per phase.
         self._cost = np.concatenate((problem.common_C / scale, np.ones(num_phases)))
         self._rows = _rows(problem, scale)
         self._solver = Solver(self._cost, self._rows)

@@ -123,7 +123,7 @@ class _Candidate:
         self.first_work = 0
         self._problem, self._floor = problem, floor
         self._bound: LowerBound | None = None
-        # Seconds of the longest bound step so far, to predict whether another step ends before the deadline.
+        # Longest bound step so far in seconds, to predict whether another step ends before the deadline.
         self._deadline, self._longest = deadline, 0.0
         # Rounded shares for the boxes used as starts, to avoid repeated starts.
         self._tried: set[bytes] = set()
@@ -248,7 +248,7 @@ class _HalvingSearch:
         cutoff: float,
         deadline: float,
     ) -> None:
-        # The set with the most candidates comes first, because its bound may hold for all sets.
+        # The set with the most candidates comes first, because the bound may then hold for all sets.
         widest, *remaining = sorted(
             collective_sets, key=lambda collectives: -np.count_nonzero(collectives.allowed_C)
         )
@@ -265,7 +265,7 @@ class _HalvingSearch:
         self._attempts = self._rounds()
         # False while the generator waits for new starts. A bound step sets it again.
         self._has_attempts = True
-        # Search work of the first attempts; infinite until they end, so that the bound has a turn only
+        # Search work in the first attempts; infinite until they end, so that the bound has a turn only
         # afterwards.
         self._first_work = np.inf
 
@@ -330,7 +330,7 @@ class _HalvingSearch:
             for candidate in self._candidates:
                 if candidate.value < self.best_seconds:
                     attempts += candidate.new_attempts(attempts[0].settings)
-            # No attempt can win: its collective set is proven to be slower.
+            # No attempt can win: the collective sets are proven to be slower.
             if all(attempt.candidate.value >= self.best_seconds for attempt in attempts):
                 yield False  # until a bound has new starts
                 continue

@@ -18,7 +18,7 @@ STATISTIC_BYTES = 4
 
 
 class TableArrays(NamedTuple):
-    """Attributes of T tables as arrays, so that the cost model prices many rectangles at once.
+    """T tables' attributes as arrays, so that the cost model prices many rectangles at once.
 
     Fields without a docstring are the `Table` attributes with the same name. ``rows_T`` and ``columns_T`` are
     ``num_embeddings`` and ``embedding_dim``.
@@ -65,7 +65,7 @@ def arrays_of(tables: Sequence[Table], batch_size: int) -> TableArrays:
     rows = np.array([table.num_embeddings for table in tables], np.int64)
     hashed = any(table.index_bytes for table in tables)  # keys have 64 bits
     id_bytes = WIDE_ID_BYTES if hashed or (rows >= _WIDE_ROWS).any() else ID_BYTES
-    # Sorted, so that the order does not depend on set iteration.
+    # Sorted, because set iteration has no fixed order.
     wires = sorted({table.wire for table in tables}, key=str)
     hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
     return TableArrays(

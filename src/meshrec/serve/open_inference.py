@@ -499,7 +499,7 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSp
     Args:
         array: values as sent.
         content_type: content type of MLServer's codecs, or None.
-        expected: what the model accepts.
+        expected: the input which the model accepts.
         name: input name, for errors.
     """
     if (dtype := expected.dtype) is not None:

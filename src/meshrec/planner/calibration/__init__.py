@@ -1,1 +1,1 @@
-"""Measure a machine, and fit the hardware profile with which the cost model predicts its step times best."""
+"""Measure a machine, and fit the hardware profile with which the cost model best predicts step times."""

@@ -196,7 +196,7 @@ def _determined(
         values = before.copy()
         fixed_seconds = amounts @ np.where(np.isin(np.arange(len(before)), free), 0.0, before)
         values[free] = _closest(amounts[:, free], seconds, share, fixed_seconds)
-        # The largest fraction of any measured phase that a figure accounts for.
+        # A figure's largest part in any measured phase.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
         unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < least[i]]
         if not unclear:
