@@ -139,11 +139,14 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, identity: bytes
         CRC-32 checksums in block order.
     """
     grid = grid_of(tensor.shape, tensor.dtype)
+    # A 0-d tensor is written as a tensor with one row.
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     checksums = []
     for first in grid.blocks():
+        # Device tensors and rows in files are copied to the CPU a block at a time.
         block = values_of(rows[first : first + grid.rows_per_block]).cpu().contiguous()
         content = memory_of(block)
+        # Compute the checksum in a thread, while this thread writes the same bytes.
         checksum = pool.submit(checksum_of, content, identity, first)
         try:
             file.write(content)
@@ -194,6 +197,8 @@ class StoredRows(NamedTuple):
         grid = self.grid
         position = self.start + first * grid.row_bytes
         num_read = 0
+        # preadv may read fewer bytes than requested. It does not move the file position, so threads can share
+        # the file.
         while num_read < len(target):
             count = os.preadv(self.descriptor, [target[num_read:]], position + num_read)
             if count == 0:
@@ -223,6 +228,8 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
     if not stored.shape:
         target, offsets, stored = target.reshape(1), (0,), stored._replace(shape=(1,))
     first, end = offsets[0], offsets[0] + target.shape[0]
+    # Direct reads need the same bytes in file and memory: whole rows, the same dtype, and contiguous CPU
+    # memory.
     whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
     is_plain = target.device.type == "cpu" and target.is_contiguous() and not isinstance(target, StreamedPart)
     is_direct = whole_rows and target.dtype is stored.dtype and is_plain
@@ -243,6 +250,7 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
         low, high = max(row, first), min(last, end)
         part = block[low - row : high - row]
         for dim in range(1, len(offsets)):
+            # The target may have only some columns of the piece.
             part = part.narrow(dim, offsets[dim], target.shape[dim])
         target[low - first : high - first].copy_(part)
 

@@ -46,6 +46,7 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     # Signed corner sum over all boxes, minus the tensor's. A sum other than 0 shows an overlap or a gap.
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, size) in [(-1, ((0,) * len(shape), tuple(shape))), *((1, box) for box in filled)]:
+        # Along a dimension, the difference is +1 at the start of a box and -1 at the end.
         ends = [((offset[dim], 1), (offset[dim] + size[dim], -1)) for dim in dims]
         for corner in product(*ends):
             corners[tuple(at for at, _ in corner)] += sign * prod(part for _, part in corner)

@@ -78,7 +78,10 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
     Raises:
         ValueError: a piece has an unsupported dtype, or two pieces have the same name.
     """
+    # Positions of all tensors are known before the first is written, because they follow from dtypes and
+    # shapes.
     head = header(parts)
+    # Fails if the file exists: a save never overwrites a file.
     descriptor, created = Created.file(path)
     try:
         writer = FileWriter(descriptor)
@@ -92,7 +95,9 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
             identity = piece_identity(part.name, dtype, part.size, piece)
             checksums = write_rows(writer, part.tensor, pool, identity)
             pieces.append(piece._replace(checksums=checksums))
+        # The manifest is written only after this, so that a complete checkpoint is on disk.
         os.fsync(descriptor)
+    # Also after KeyboardInterrupt, so that no partial file remains.
     except BaseException:
         created.remove()
         raise

@@ -91,6 +91,7 @@ class RowTracker:
                 rank.
         """
         axis, path = ranks_of(None), Path(path)
+        # Filled by `read`, because `agreed` would send a result to all ranks.
         pieces: list[tuple[str, _LocalRows, int]] = []
 
         def read() -> None:
@@ -160,11 +161,13 @@ class RowTracker:
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
             for t, table in enumerate(module.built.routing.tables):
+                # A table without a fused optimizer has no parameter here, and is not tracked.
                 name = next((param for param in names if param.split(".")[-2] == table.name), None)
                 if name is None:
                     continue
                 full = f"{path}.{name}" if path else name
                 touched, extra_ids = self._touched[path], also.get(full)
+                # Only hashed tables have a seed, by which IDs are hashed to keys.
                 if table.mix_seed is not None:
                     local_rows = _hashed_rows(touched, t, since, self.step, extra_ids)
                 else:
@@ -276,10 +279,12 @@ def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
     Returns:
         The distinct IDs, int64 [U], ascending, and their full rows [U, dim].
     """
+    # The empty tensor keeps the dtype if there are no pieces.
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
     whole = torch.empty(len(ids), dim, dtype=dtype)
     for rows, c0, c1, values in pieces:
+        # `ids` is sorted and contains all rows, so searchsorted finds their exact positions.
         whole[torch.searchsorted(ids, rows), c0:c1] = values
     return ids, whole
 

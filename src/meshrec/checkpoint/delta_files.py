@@ -101,6 +101,7 @@ class Delta(NamedTuple):
 def delta_numbers(folder: str | Path) -> list[int]:
     """Return the numbers of all deltas in a folder, ascending."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
+    # The comparison ignores names such as 0000000001.json (two spellings of a number).
     return sorted(number for name in names if delta_name(number := int(name.removesuffix(".json"))) == name)
 
 
@@ -137,6 +138,7 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
     Raises:
         DamageError: the content is invalid, or belongs to another delta.
     """
+    # The checksum is verified if there is one. Whether it is required depends on the version.
     values = unsealed(content, "it", required=False)
     version = integer(values.get("format"), "its format", 1, FORMAT)
     # Format 1 had no checksum. Require it as soon as the version is known.
@@ -186,6 +188,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
             read_whole(Path(folder) / (name := delta_name(record.number, kind)), record.sha256[name])
             for kind in KINDS
         )
+        # The file must have exactly the tensors in the record: neither fewer nor more.
         expected = {f"{name}.{part}" for name in record.rows for part in ("ids", "rows")}
         expected |= {f"{name}.gone" for name in record.evicted}
         if set(rows) != expected or (record.whole is not None and set(whole) != set(record.whole)):

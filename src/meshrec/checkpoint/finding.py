@@ -45,6 +45,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
         ValueError: no checkpoint matches. The message lists existing steps.
     """
     path = Path(path)
+    # A checkpoint is returned unchecked. Reading the manifest reports damage with a better message.
     if (path / MANIFEST).exists() and step is None:
         return path
     last_steps, best = _folders(path)

@@ -120,6 +120,8 @@ def load_hashed(
     for first in range(0, num_rows, _BLOCK_ROWS):
         rows = (first, min(first + _BLOCK_ROWS, num_rows))
         ids = read_rows(folder, manifest, ids_name, rows) if ids_name else torch.arange(*rows)
+        # Keys depend on the seed of the model's table, which may differ from the saved table's, so hash
+        # again.
         keys = mix(ids, target.storage.keys.seed)
         for table in target.tables:
             matches = in_span(keys, (table.rectangle.r0, table.rectangle.r1)).nonzero()[:, 0]
@@ -196,6 +198,7 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
+        # Quantized tables for inference are not trainable, and are loaded by DCP like other tensors.
         if isinstance(child, TableModule) and not child.is_growable and child.storage.is_trainable:
             rows_loaded = child.rows_loaded
             targets[path] = FixedTarget(path, child.tables, child.num_rows, child.dim, rows_loaded)
@@ -203,6 +206,7 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
             name, _ = child.table_holders()
             start = f"{path}.{name}" if path else name
             for config, weight in child.tables().values():
+                # Unsharded tables: only plain float tables are parameters with fixed rows.
                 if config.keys is None and not config.data_type.bits:
                     rows = WholeRows(weight.detach())
                     where = f"{start}.{config.name}"
@@ -225,6 +229,7 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
     Raises:
         ValueError: an ID is outside [0, num_rows).
     """
+    # Count all bad IDs, so that the error tells how many there are.
     count, outside, example = 0, 0, 0
     for block in ids:
         bad = block[(block < 0) | (block >= num_rows)]

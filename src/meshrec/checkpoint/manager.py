@@ -67,6 +67,7 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._group = group
+        # Exactly one of both implementations is used for all accesses to existing checkpoints.
         self._stored = None if store is None else StoredCheckpoints(store, self.folder)
         self._checkpoints = self._stored or _FolderCheckpoints(self.folder)
         # The background save and the step number, from `async_save` until the next `wait`.
@@ -119,8 +120,10 @@ class CheckpointManager:
                 path, state, step=step, group=self._group, after=lambda: self._remove_old(step), store=store
             )
         except BaseException:
+            # The path is a scratch folder only with a store; otherwise this does nothing.
             remove_scratch(path)
             raise
+        # Needed by `_complete_steps`, to recognize the checkpoint that is being written.
         self._pending_step = step
         return self._pending
 
@@ -172,9 +175,11 @@ class CheckpointManager:
         # All ranks use rank 0's list, because they must try the same checkpoints in the same order.
         for step in agreed(axis, lambda: list(self._complete_steps()), f"looking into {self.folder}")[0]:
             try:
+                # With a store, this downloads the checkpoint, and removes the download afterward.
                 with self._checkpoints.opened(step, axis) as path:
                     self.load(path, state)
             except DamagedCheckpointError as error:
+                # All ranks raise the same error, so all of them try the previous checkpoint.
                 damaged.append(str(error))
                 if axis.rank == 0:
                     _log.warning("%s Trying the previous checkpoint.", error)

@@ -217,6 +217,7 @@ class Manifest:
                 "plans": self.plans,
             }
         ).encode()
+        # The checksum line takes less than 100 bytes.
         if len(body) + 100 > MAX_MANIFEST_BYTES:
             raise ValueError(
                 f"the state's plain values take {len(body):,} bytes of JSON; the limit is "
@@ -233,6 +234,7 @@ class Manifest:
                 before the message.
             CheckpointError: the version is not supported.
         """
+        # JSON from json.dumps has no line breaks, so the first line is the body.
         body, _, trailer = content.partition(b"\n")
         if trailer != f'{{"crc32": {zlib.crc32(body)}}}\n'.encode():
             raise DamagedCheckpointError("the manifest's checksum does not match its content")
@@ -290,6 +292,7 @@ def _parse_manifest(body: bytes) -> Manifest:
     """
     values = mapping(parse(body, MANIFEST), MANIFEST)
     form, version = values.get("format"), values.get("version")
+    # Check the version before the fields, because other versions may have other fields.
     if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{MANIFEST} is {str(form)[:40]!r} of version {str(version)[:40]!r}, and this release reads "
@@ -322,6 +325,7 @@ def _check_files(manifest: Manifest) -> None:
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST:
             raise DamageError(f"the manifest lists a file outside the folder: {file.name[:100]!r}")
+        # A safetensors header has 8 bytes for the JSON size, and then the JSON.
         if not 8 < file.header_bytes <= file.num_bytes:
             raise DamageError(f"{file.name} has an impossible header size: {file.header_bytes:,} bytes")
     if len({file.name for file in manifest.files}) != len(manifest.files):
@@ -345,10 +349,12 @@ def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
         if piece.file >= len(manifest.files) or end > manifest.files[piece.file].num_bytes:
             raise DamageError(f"{label} has a piece outside its file")
         grid = grid_of(piece.shape, record.dtype, piece.rows_per_block)
+        # Other block sizes would let a hostile manifest choose the memory of a read.
         if piece.rows_per_block != max(1, BLOCK_BYTES // max(1, grid.row_bytes)):
             raise DamageError(f"{label} has a piece with blocks of {piece.rows_per_block} rows")
         if len(grid.blocks()) != len(piece.checksums):
             raise DamageError(f"{label} has a piece with {len(piece.checksums)} checksums")
+    # Without this check, a missing piece would leave uninitialized values in a loaded tensor.
     flaw = find_tiling_error(record.shape, [piece[:2] for piece in record.pieces])
     if flaw is not None:
         raise DamageError(f"{label}: {flaw}")
@@ -385,6 +391,7 @@ def _check_values(manifest: Manifest) -> None:
         named: dict[str, Tensor] = {}
         decoded: dict[str, Tensor] = {}
 
+        # The same stand-in for the same name, so that identity shows which name belongs to a position.
         def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
             return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
 

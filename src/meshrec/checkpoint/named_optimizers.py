@@ -33,6 +33,7 @@ def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
     named: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # A parameter that is in no module of the state still needs a unique name.
             named[names.get(parameter, f"parameter_{len(named)}")] = parameter
     split = [name for name in named if name in _split_tables(state)]
     if split:
@@ -76,6 +77,7 @@ def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any
         State dict with the state and the parameter groups of local parameters.
     """
     target = as_keyed_optimizer(item, state)
+    # This rank may have fewer groups than the checkpoint.
     groups = content.get("param_groups", [])[: len(target.param_groups)]
     return {
         **content,

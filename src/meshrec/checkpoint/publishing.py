@@ -85,6 +85,7 @@ class DeltaPublisher:
             return
         number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / delta_name(number, kind) for kind in KINDS)
+        # Read before the export: rows changed later belong to the next delta.
         updates = self._tracker.step
         changed = self._tracker.export(rows_path, since=self._updates, also=self._ids_to_repeat)
         whole = self._untracked_weights()
@@ -112,6 +113,7 @@ class DeltaPublisher:
             return read_record(self._folder, number).published
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
+        # Only after success. After a failure, the next delta starts from the same step and has the same rows.
         self._step, self._updates, self._ids_to_repeat = step, updates, {}
 
     def _find_last_delta(
@@ -136,12 +138,14 @@ class DeltaPublisher:
         records = delta_records(self._folder)
         if after is not None:
             later = [record for record in records if record.number > after.number]
+            # Numbers are consecutive, so a gap shows that a delta is missing.
             if later and later[-1].number - after.number != len(later):
                 raise DeltaError(
                     f"some deltas from {after.number + 1} to {later[-1].number} are missing, but servers "
                     "may have applied them. Restore them."
                 )
         else:
+            # Without a reference, compare training steps.
             later = [record for record in records if record.step > step]
         ids: dict[str, list[Tensor]] = {}
         for record in later:

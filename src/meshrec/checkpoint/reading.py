@@ -117,6 +117,7 @@ def verify_data(
     # Blocks of the selected pieces so far.
     num_blocks = 0
     for number, contents in enumerate(manifest.contents):
+        # A file without selected tensors is not opened.
         selected = [part for part in contents if names is None or part[0] in names]
         if not selected:
             continue
@@ -161,14 +162,17 @@ def read_rows(
     with ExitStack() as stack:
         descriptors = {} if opened is None else opened
         for piece in record.pieces:
+            # A 0-d tensor has one row.
             offset, shape = piece.offset or (0,), piece.shape or (1,)
             low, high = max(rows[0], offset[0]), min(rows[1], offset[0] + shape[0])
+            # The piece has none of the requested rows.
             if low >= high or 0 in shape:
                 continue
             if piece.file not in descriptors:
                 descriptors[piece.file] = stack.enter_context(open_data(folder, manifest, piece.file))
             target = values[low - rows[0] : high - rows[0]]
             for dim in range(1, len(shape)):
+                # A piece may have only some columns.
                 target = target.narrow(dim, offset[dim], shape[dim])
             descriptor = descriptors[piece.file]
             stored = stored_rows(folder, manifest, descriptor, name, record=record, piece=piece)
@@ -193,6 +197,7 @@ def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
                 f"{file.name}, {tensor_label(name)}: the piece of type {record.dtype} and shape "
                 f"{list(piece.shape)} at {list(piece.offset)} differs from the file's header"
             )
+    # All tensors in the manifest have been removed from `entries`.
     if entries:
         raise DamageError(f"{file.name} has {tensor_label(min(entries))}, which the manifest lacks")
 
@@ -204,6 +209,7 @@ def _header(descriptor: int, num_bytes: int, name: str) -> bytearray:
 
 
 def _damaged_error(folder: Path, error: Exception) -> DamagedCheckpointError:
+    # The message is complete already if a nested call has added the checkpoint and the advice.
     if isinstance(error, DamagedCheckpointError) and str(error).endswith(REMEDY):
         return error
     return DamagedCheckpointError(f"checkpoint {folder} is damaged: {error}. {REMEDY}")

@@ -82,6 +82,7 @@ def remove_checkpoint(folder: Path) -> None:
     if remove_link(folder):
         return
     saves = saves_in(folder)
+    # Without a save's ID, no file in the folder is known to be written by MeshRec.
     if not saves:
         return
     # Write marks, then remove the manifest, then the other files. After an interruption, the folder is not a

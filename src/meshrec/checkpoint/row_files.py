@@ -60,6 +60,7 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
     prefix = _prefix_of(manifest, table)
     num, dim = manifest.tensors[f"{prefix}weight"].shape
     columns = {_ROW: f"{prefix}weight", **(_slots_of(manifest, prefix) if optimizer else {})}
+    # A fixed table has no IDs: row i belongs to ID i.
     ids = f"{prefix}{IDS}" if f"{prefix}{IDS}" in manifest.tensors else None
     fields = [pa.field(_ID, pa.int64(), nullable=False)]
     fields += [
@@ -255,6 +256,7 @@ def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
         blocks.append(ids)
     if target.seed is None:
         check_ids(blocks, target.max_rows, target.path)
+    # IDs of the whole file are held in memory (8 bytes per row), but rows are not.
     distinct = len(unique(torch.cat(blocks))[0]) if blocks else 0
     if distinct < num:
         raise ValueError(
@@ -308,6 +310,7 @@ def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, di
     names = [_ID, *map(_column, columns)]
     for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=names):
         for name, array in zip(names, map(batch.column, names), strict=True):
+            # A list column can have nulls instead of a list, and nulls inside a list.
             if array.null_count or (name != _ID and not columns[_part(name)] and array.values.null_count):
                 raise ValueError(f"column {name!r} of the file has nulls. Remove such rows.")
         ids = _tensor(batch.column(_ID).to_numpy())
@@ -338,6 +341,7 @@ def _arrow_type(pa: Any, manifest: Manifest, name: str) -> Any:
 
 
 def _arrow_array(pa: Any, values: Tensor, kind: Any) -> Any:
+    # Arrow has no bfloat16.
     values = values.float() if values.dtype == torch.bfloat16 else values
     if values.dim() == 1:
         return pa.array(values.numpy())

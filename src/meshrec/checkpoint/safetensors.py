@@ -93,6 +93,7 @@ def _check_before_reading(descriptor: int, size: int, path: str) -> None:
 def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
     """Return the size of the JSON header in bytes, which the first 8 bytes of the file contain."""
     length = int.from_bytes(first, "little") if size >= 8 else 0
+    # The shortest JSON object, {}, has 2 bytes.
     if length + 8 > size or not 2 <= length <= _MAX_HEADER_BYTES:
         raise DamageError(f"{path} is not a safetensors file: the stated header exceeds the file")
     return length

@@ -189,6 +189,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         folder: Path = box["folder"]
         manifest: Manifest = box["manifest"]
         loading: Loading = box["loading"]
+        # Ranks share the work: every rank verifies a part of the blocks of all tensors that any rank reads.
         verify = functools.partial(verify_data, names=names, rank=axis.rank, world_size=axis.size)
         agreed(axis, lambda: verify(folder, manifest), f"verifying {folder}")
         fill(loading.fresh)
@@ -312,6 +313,7 @@ class PendingSave:
             if self._job.axis.rank == 0:
                 self._complete()
         except Exception as error:
+            # `wait` raises the error in the calling thread, on all ranks.
             self._error = as_checkpoint_error(error, action)
         finally:
             self._uploaded.set()
@@ -331,9 +333,11 @@ class PendingSave:
     def _complete(self) -> None:
         """Wait until the notes of all ranks exist, and then write the manifest. Rank 0 only."""
         job, store = self._job, self._store
+        # Ranks without pieces write neither a data file nor a note.
         notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
         while not self._has_all(notes.values()):
             if self._cancelled.wait(_POLL_SECONDS if store is None else _STORE_POLL_SECONDS):
+                # Another rank has failed, or the process is about to end.
                 job.clean_up()
                 return
         for rank, note in notes.items():
@@ -341,6 +345,7 @@ class PendingSave:
             job.writer.written[rank] = Written.from_json(json.loads(content))
         job.complete()
         if store is not None:
+            # The manifest comes last, because it makes the checkpoint complete for readers.
             store.put(job.path / MANIFEST, MANIFEST)
             for note in notes.values():
                 store.remove(note.name)
@@ -401,6 +406,7 @@ class _Save:
         for part in parts[1:]:
             self._collected.entries.update(part.names)
             for entry, values in part.values.items():
+                # An entry that only other ranks have is taken from them.
                 local_values = self._collected.values.get(entry, values)
                 self._collected.values[entry] = merge_values(local_values, values, entry)
         # All ranks use rank 0's nonce, which the mark names.
@@ -421,6 +427,7 @@ class _Save:
                     no_dist=self.axis.size == 1,
                 )
         except BaseException:
+            # The child may be writing already when another rank fails.
             if self.writer.snapshot is not None:
                 self.writer.snapshot.kill()
             if self.axis.rank == 0:

@@ -74,6 +74,7 @@ class Snapshot:
         Raises:
             CheckpointError: no child started within the timeout.
         """
+        # Before the fork, because copying needs threads and devices, which the child must not use.
         frozen = FrozenParts(parts)
         try:
             return cls._fork(path, frozen, note)
@@ -88,6 +89,7 @@ class Snapshot:
         # The child inherits the buffers, and would write their content a second time.
         sys.stdout.flush()
         sys.stderr.flush()
+        # Try again if a child hangs in the interpreter; see the module docstring.
         for _ in range(_TRIES):
             ready, begun = os.pipe()
             with warnings.catch_warnings():
@@ -110,6 +112,7 @@ class Snapshot:
             if has_started:
                 snapshot._frozen = frozen
                 return snapshot
+            # The child has not reported: it hangs, or the machine is very slow.
             snapshot.kill()
         raise CheckpointError(
             f"the background writer did not start: {_TRIES} processes were silent for "
@@ -136,6 +139,7 @@ class Snapshot:
             self._end(os.waitpid(self._pid, 0)[1])
         if self._status != 0:
             reason = "it was killed"
+            # The child cannot raise in the parent, so it writes the reason to a file.
             failure = failure_of(self._note)
             if failure.exists():
                 reason = failure.read_text()
@@ -179,6 +183,7 @@ class FrozenParts:
 
     def _frozen(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
         if isinstance(tensor, StreamedPart):
+            # All parts of a table must come from the same snapshot, or they would be from different moments.
             number = id(tensor.table)
             if number not in self._snapshots:
                 self._snapshots[number] = tensor.table.snapshot()
@@ -186,6 +191,7 @@ class FrozenParts:
         # `copy` is the tensor itself if that is in contiguous CPU memory already.
         copy = tensor.cpu().contiguous()
         address = copy.data_ptr()
+        # `cpu` and `contiguous` have copied the tensor already unless `copy` is the tensor itself.
         is_shared = any(first < address + copy.nbytes and address < end for first, end in shared)
         return copy.clone() if is_shared and copy is tensor else copy
 
@@ -205,6 +211,7 @@ def shared_memory() -> list[tuple[int, int]]:
     return [
         (int(start, 16), int(end, 16))
         for addresses, permissions in maps
+        # "s" is for shared mappings, "p" for private mappings.
         if permissions.endswith("s")
         for start, end in [addresses.split("-")]
     ]

@@ -230,9 +230,12 @@ def prepare(
             fresh.update(targets)
             objects.append((item, job)) if kind == _STATEFUL else jobs.append(job)
         if isinstance(item, DistributedModelParallel):
+            # Residuals are loaded by a job at the end, because they belong to the sharded model, not to the
+            # state dict.
             residuals = _residuals(entry, item, manifest, rank)
             fresh.update(residuals)
             jobs.append(functools.partial(set_residuals, entry, item, rank, residuals))
+    # Empty for ranks that did not exist at the save. They keep their new random numbers.
     generators = _generators(manifest, saved, rank)
     if generators:
         fresh.update({f"{RANDOM}.{rank}.{name}": value for name, value in generators.items()})
@@ -256,6 +259,7 @@ def _accept(objects: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[
         undo: receives a function per object. It is added before the load, which may fail halfway.
     """
     for item, job in objects:
+        # Append before loading, because a load that fails halfway must be undone as well.
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
         job()
 
@@ -470,6 +474,7 @@ def merge_values(one: Any, other: Any, where: str) -> Any:
     Raises:
         ValueError: both ranks have the same name with different values.
     """
+    # Entries that are equal on both ranks need no merging.
     if one == other:
         return one
     if isinstance(one, dict) and isinstance(other, dict):
@@ -479,6 +484,7 @@ def merge_values(one: Any, other: Any, where: str) -> Any:
         return {**one, **other, **both}
     if isinstance(one, list) and isinstance(other, list):
         if all(isinstance(item, dict) for item in (*one, *other)):
+            # Items at the same position are merged. The longer list may have further items.
             shared = [merge_values(a, b, where) for a, b in zip(one, other, strict=False)]
             return shared + max(one, other, key=len)[len(shared) :]
         return [*one, *(item for item in other if item not in one)]
@@ -610,6 +616,7 @@ def _restorer(
         if kind == _STATEFUL:
             item.load_state_dict(value)
             return
+        # Checked below, before the function is returned.
         assert isinstance(state, MutableMapping)
         state[entry] = value
 

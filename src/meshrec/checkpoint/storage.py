@@ -86,6 +86,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Record which pieces every rank writes. DCP calls this method on rank 0."""
+        # Used by `records`, to match pieces with the files of the ranks.
         self.items = [[item.index for item in plan.items] for plan in plans]
         return plans
 
@@ -96,10 +97,12 @@ class Writer(StorageWriter):
             assert item.tensor_data is not None
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
+            # Shape of the whole tensor, although `tensor` is only a piece.
             size = tuple(item.tensor_data.size)
             parts.append(TensorPart(item.index.fqn, tuple(item.index.offset or ()), size, tensor.detach()))
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
+        # A rank without pieces writes no file.
         if not parts:
             return future
         path = self._files.data(self._rank)
@@ -143,6 +146,7 @@ class Writer(StorageWriter):
         order = sorted(self.written)
         for number, rank in enumerate(order):
             for index, piece in zip(self.items[rank], self.written[rank].pieces, strict=True):
+                # Files are numbered in rank order, without ranks that wrote no file.
                 pieces[index.fqn].append(piece._replace(file=number))
         records = {
             name: TensorRecord(
@@ -202,6 +206,7 @@ class CheckpointReader(StorageReader):
             record = self._manifest.tensors[item.storage_index.fqn]
             piece = _piece_at(record, tuple(item.storage_index.offset or ()))
             work.append((piece.file, piece.start, item, record, piece))
+        # Sequential reads are faster, and every file is opened (and its header verified) only once.
         work.sort(key=lambda request: request[:2])
         for number in sorted({request[0] for request in work}):
             with open_data(self._folder, self._manifest, number) as descriptor:

@@ -56,6 +56,7 @@ class ObjectStore:
             raise ValueError(
                 f"{address} is not a store address: {error}. Example: s3://bucket/runs."
             ) from error
+        # Path inside the file system, such as bucket/runs.
         self._root = root.rstrip("/")
         self._fs = fs
 
@@ -161,6 +162,7 @@ class StoredCheckpoints:
         """
         if os.environ.get("LOCAL_RANK", "0") == "0":
             names = [name for object_step, name in self._objects() if object_step == step]
+            # Notes remain only if a save was interrupted after its manifest; a load does not need them.
             names = [name for name in names if not name.startswith("note-")]
             # The manifest last, because it makes the downloaded checkpoint complete.
             for name in sorted(names, key=lambda name: name == MANIFEST):
@@ -195,5 +197,6 @@ class StoredCheckpoints:
         for object_name in self._store.names():
             folder, _, name = object_name.partition("/")
             step = step_of(folder)
+            # Other objects in the store belong to the user.
             if step is not None and _FILE.fullmatch(name):
                 yield step, name

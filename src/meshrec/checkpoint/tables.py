@@ -98,6 +98,7 @@ def import_weights(
     ]
     with ThreadPoolExecutor(1) as pool:
         path = folder / f"data-{secrets.token_hex(4)}-00000.safetensors"
+        # The manifest is written last, as in a save, so an interrupted import leaves no checkpoint.
         written = write_data_file(path, parts, pool)
     records = {
         part.name: TensorRecord(entry, part.tensor.dtype, part.size, (piece._replace(file=0),))

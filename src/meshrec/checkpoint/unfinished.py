@@ -44,6 +44,7 @@ def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -
         source: path or description of the loaded source.
         is_whole: whether all values of the modules are written.
     """
+    # Submodules as well, because they may be called or saved separately.
     modules = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
     try:
         yield
@@ -54,6 +55,7 @@ def filling(items: Iterable[object], source: object, *, is_whole: bool = True) -
         )
         for module in modules:
             _release(module, str(source))
+            # At most one hook per source, however often a load of it fails.
             module.register_forward_pre_hook(_PartlyLoadedHook(reason, str(source)))
         raise
     for module in modules:

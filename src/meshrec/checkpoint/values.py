@@ -41,6 +41,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, set | frozenset):
+        # Sets have no order. Sorting makes equal states have equal manifests.
         return {"__set__": sorted((encode(item, name, tensors) for item in value), key=json.dumps)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, name, tensors)
@@ -67,6 +68,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     mark = next(iter(value), None)
+    # A plain dict. Encoded values have exactly one key, a type tag.
     if len(value) != 1 or mark not in _TYPE_TAGS:
         return {key: decode(item, tensor) for key, item in value.items()}
     content = value[mark]
