@@ -101,7 +101,7 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
     delimiter = "," if "," in fitting else widest
     has_comma = delimiter != "," and _has_decimal_comma(by_delimiter[delimiter][1:])
     dialect = Dialect(delimiter, given.decimal_point or ("," if has_comma else "."), encoding)
-    # Log only what was detected without any option, and only if it is not the default.
+    # Log a dialect that differs from the default, if no option was given.
     if given != DETECTED:
         return dialect
     if dialect != Dialect(delimiter="\t" if is_tsv(file) else ","):

@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
 
 class RowsOfFile(NamedTuple):
-    """Row numbers in a reader for a file's rows: ``[first_row, first_row + num_rows)``."""
+    """Range of row numbers, in a reader, for the rows in one file: ``[first_row, first_row + num_rows)``."""
 
     name: str
     first_row: int

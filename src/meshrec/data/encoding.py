@@ -66,7 +66,7 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Sample shape."""
+        """Which arrays the samples have, and their widths."""
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:

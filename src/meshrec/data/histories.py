@@ -316,6 +316,7 @@ class _Numbered:
         _write_table(folder / "types.arrow", types.empty_table())
 
         def unified(name: str) -> Any:
+            """Return the distinct users or items by number; write the maps from values to numbers."""
             kind = types.field(name).type
             # An array indexed by integer avoids hashing. It is possible only for a small range.
             values = self._numbered_integers(name, kind, folder)
@@ -326,6 +327,7 @@ class _Numbered:
         counts = {name: np.zeros(len(values[name]), np.int64) for name in values}
 
         def counted(part: int) -> dict[str, Ints]:
+            """Return the user number and the item number for every row in a part, by name."""
             return {name: self.numbers(name, part, folder) for name in values}
 
         # All values in parts have a number so far: -1 appears only in `_frequent`.
@@ -483,6 +485,7 @@ class _Numbered:
         return features.fitted(state._replace(counts={**counts, **state.counts}), schema)
 
     def _states(self, described: Features) -> Iterator[FitState]:
+        """Yield the statistics from which the item features are fitted, part by part."""
         first = 0
         for part in range(len(self.parts.parts)):
             # Rows are numbered among counted rows, as in `fit_log`, so both draw the same sample.
@@ -629,6 +632,7 @@ class _Sorter:
         num_rows = 0
 
         def records_of(part: int) -> Any:
+            """Return the records for the counted rows in a part whose item is in the vocabulary."""
             rows, users, items = self.numbered.counted(part)
             records = np.empty(len(users), self._record_type())
             records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
@@ -638,6 +642,7 @@ class _Sorter:
             return records if self.is_known.all() else records[self.is_known[items]]
 
         def with_ties() -> Iterator[Any]:
+            """Yield the records part by part, with the field "tie" set if simultaneous rows are shuffled."""
             # Results of bounded_map are in log order, so position i of ``ties`` is for the i-th written row.
             first = 0
             for records in bounded_map(records_of, parts, num_threads()):
@@ -647,6 +652,7 @@ class _Sorter:
                 yield records
 
         def divided(records: Any) -> tuple[Any, Ints]:
+            """Return the records sorted by bucket, and the end of every bucket among them."""
             of_record = bucket_of_user[records["user"]]
             # A stable sort: rows of a bucket stay in log order, which decides between equal times.
             records = _taken(records, np.argsort(of_record, kind="stable"))

@@ -18,7 +18,7 @@ from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to
 
 
 class Ranges(NamedTuple):
-    """IDs for n samples for one key, as ranges of a shared array.
+    """IDs of n samples for one key, as ranges of a shared array.
 
     Sample i has the IDs ``values[starts[i] : starts[i] + lengths[i]]``. Ranges may overlap. For example, the
     histories of one user's samples are ranges within the movies the user rated.

@@ -464,6 +464,7 @@ class _Digests:
             write_durably(self._path, sealed({**self._stored, **self._current}))
 
 
+# File names: DIGEST.json and DIGEST-NUMBER.arrow, where a Parquet piece's row groups follow the digest.
 def _record_name(piece: _Piece) -> str:
     return f"{_piece_name(piece)}.json"
 

@@ -332,7 +332,7 @@ def requests_of_histories(
 
 
 def vocabulary_of(features: Features, name: str) -> Vocabulary:
-    """Return the feature with a name, which must be a `Vocabulary`, as all features of a log are."""
+    """Return the feature with the given name, which must be a `Vocabulary`, as all features of a log are."""
     feature = features[name]
     assert isinstance(feature, Vocabulary)
     return feature

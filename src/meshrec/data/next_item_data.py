@@ -109,6 +109,7 @@ def next_items(
         raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
 
     def evaluation_reader(indices: Ints) -> HistoryReader | None:
+        """Return a reader for held-out interactions with these indices in the log; None if there are none."""
         if not len(indices):
             return None
         return HistoryReader(

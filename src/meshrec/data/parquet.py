@@ -290,7 +290,7 @@ def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSourc
 
     Args:
         paths: files, folders or patterns.
-        schema: features.
-        faults: handles damage.
+        schema: features encoding the rows.
+        faults: raises for damaged rows, or counts them.
     """
     return ParquetSource(expand(paths, "*.parquet"), schema, faults)

@@ -117,6 +117,7 @@ class TimeOrder(NamedTuple):
 
 
 def _new_share(keys: npt.NDArray[Any], training: Bools, test: Bools) -> float:
+    """Return the share of test rows whose key no training row has; 0 with too few test rows."""
     if test.sum() < _MIN_ROWS:
         return 0.0
     return float((~np.isin(keys[test], np.unique(keys[training]))).mean())

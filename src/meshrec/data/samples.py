@@ -19,7 +19,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """IDs for n samples for one key, with optional weights.
+    """IDs of n samples for one key, with optional weights.
 
     Sample i has the IDs ``values[offsets[i] : offsets[i + 1]]``.
     """

@@ -37,8 +37,8 @@ class Split:
             value in a column, such as a user, are in the same part. ``random``: rows are drawn independently.
         column: numeric or time column for ``time`` (None: rows are in time order), or any column for
             ``hash``.
-        validation: share in [0, 1).
-        test: share in [0, 1), together with ``validation`` below 1.
+        validation: share of rows for validation data, in [0, 1).
+        test: share of rows for test data, in [0, 1), together with ``validation`` below 1.
         seed: seed for ``hash`` and ``random``.
         time_format: strptime format for string times; None: ISO 8601.
 

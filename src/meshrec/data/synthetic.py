@@ -94,7 +94,7 @@ class ClickSource(Source):
         num_samples: sample count.
         num_embeddings: number of different values per feature; without ``drift``, they are table rows.
         ids_per_feature: IDs per bag.
-        num_dense: dense column count with standard normal values.
+        num_dense: dense columns, with standard normal values.
         exponent: Zipf exponent for ID frequencies.
         seed: seed for the samples.
         teacher: click probability model.
@@ -173,10 +173,10 @@ class Items:
     A raw ID is a 64-bit hash. A new raw ID has a new click rate, which earlier samples do not reveal.
 
     Args:
-        lifetime: sample count after which a value gets a new raw ID. Values change at different times.
+        lifetime: samples after which a value gets a new raw ID. Values change at different times.
         seed: seed for the raw IDs.
         first: number of the first sample, which continues the training samples in validation and test data.
-        max_rows: row count to which raw IDs are hashed; None: no hashing.
+        max_rows: rows to which raw IDs are hashed; None: no hashing.
         vocabularies: a vocabulary per feature: ascending raw IDs, which have the rows from 1 on. Other raw
             IDs have row 0. Empty: no vocabulary.
     """
@@ -263,13 +263,13 @@ def synthetic_clicks(
     except by chance.
 
     Args:
-        num_samples: training sample count.
-        num_validation: validation sample count. 0: no best AUC.
-        num_test: test sample count.
-        num_features: feature count with IDs, named f0, f1, ...
+        num_samples: training samples.
+        num_validation: validation samples. 0: no best AUC.
+        num_test: test samples.
+        num_features: features with IDs, named f0, f1, ...
         num_embeddings: rows of every embedding table, or a list with an entry per feature.
         ids_per_feature: IDs per bag.
-        num_dense: dense column count with standard normal values.
+        num_dense: dense columns, with standard normal values.
         exponent: Zipf exponent for ID frequencies.
         signal: the teacher's logit standard deviation. A larger one makes clicks more predictable.
         bias: the teacher's mean logit.
@@ -364,12 +364,12 @@ def drifting_clicks(
             "hashing_trick": raw IDs are hashed to ``max_rows`` rows, which they share. "vocabulary": the most
             frequent IDs in the first tenth of the training samples have a row each, and other IDs share one.
         max_rows: rows per table.
-        lifetime: sample count after which an item is replaced.
-        num_samples: training sample count.
-        num_test: validation sample count, and of test samples.
-        num_features: feature count, named f0, f1, ...
-        num_values: item count per feature at any time.
-        num_dense: dense column count with standard normal values.
+        lifetime: samples after which an item is replaced.
+        num_samples: training samples.
+        num_test: validation samples, and as many test samples.
+        num_features: features with IDs, named f0, f1, ...
+        num_values: items per feature at any time.
+        num_dense: dense columns, with standard normal values.
         exponent: Zipf exponent for item frequencies.
         signal: the teacher's logit standard deviation.
         seed: random seed.

@@ -216,7 +216,7 @@ class Features(Encoding):
         return all(feature.is_fitted for feature in self.features)
 
     def __getitem__(self, name: str) -> ColumnFeature:
-        """Return the feature with a name; KeyError if there is none."""
+        """Return the feature with the given name; KeyError if there is none."""
         for feature in self.features:
             if feature.name == name:
                 return feature

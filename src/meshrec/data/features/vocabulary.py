@@ -35,7 +35,7 @@ class Vocabulary(IdFeature):
     Args:
         min_count: minimum occurrences in training. Features that share a table are counted together.
         max_size: maximum vocabulary size; the most frequent values are retained.
-        num_unseen: row count for values outside the vocabulary.
+        num_unseen: rows for values outside the vocabulary.
         num_embeddings: table rows; None: as many as needed.
         vocabulary: values in the vocabulary; set by fitting.
         known_only: whether to drop values outside the vocabulary, and treat null as damage. For models of
