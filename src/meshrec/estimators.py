@@ -95,6 +95,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         # `fit`.
         before, self._opened = self._folder, list[Any]()
         folder = make_scratch("meshrec-estimator")
+        # Also runs at interpreter exit.
         weakref.finalize(self, remove_scratch, folder)
         if before is not None:
             remove_scratch(before)
@@ -108,6 +109,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         try:
             yield folder
         except BaseException:
+            # So the estimator counts as not fitted.
             self._folder = None
             remove_scratch(folder)
             raise
@@ -143,6 +145,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         job = Job(
             recipe=recipe, source="recipe.yaml", name=_RUN, runs=folder, device=self.device, final=self.final
         )
+        # An observer shows the progress: a line on standard error, or nothing.
         with _preserved_random_state():
             self.summary_ = run_rank(job, lambda _: _ProgressLine() if self.verbose else _silent)
 
@@ -170,6 +173,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             labelled: whether the data must have the label.
         """
         run = RunFolder(self.run_)
+        # Tables are converted to Arrow. Files are read while scoring.
         paths = data if _are_paths(data) else to_table(data)
         if not self._opened:
             scorer = load_scorer(run, join(choose_device(self.device)), paths, labelled=labelled)
@@ -185,6 +189,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         Args:
             folder: folder to create. It must not exist, or be empty.
         """
+        # ``load`` needs the constructor arguments, and the attributes set by ``fit``.
         about = {"class": type(self).__name__, "params": self.get_params(), "fitted": self._fitted()}
         run = self.run_
         with durable_folder(Path(folder)) as parts:
@@ -216,6 +221,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
 
     def _fitted(self) -> dict[str, Any]:
         """Return the attributes that `fit` has set and `save` must store, by name."""
+        # scikit-learn's convention: attributes set by ``fit`` end with an underscore.
         names = ("_library", "_positive", "_target")
         return {
             name: value
@@ -230,6 +236,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return needs("polars", "data").from_arrow(table) if self._library == "polars" else table
 
     def __sklearn_tags__(self) -> Any:
+        # Tells scikit-learn's tools and tests what data the estimator accepts.
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = True
         tags.input_tags.string = tags.input_tags.categorical = True
@@ -244,6 +251,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # In a pickle, ``_folder`` is the packed run instead of a path.
         packed = state.pop("_folder", None)
         super().__setstate__(state)
         if packed is not None:
@@ -280,6 +288,7 @@ class _TableEstimator:
             )
             data_profile, proposal = inspect_table(options)
             is_classifier = isinstance(self, Classifier)
+            # More than two values are classes, whatever task was inferred from them.
             if is_classifier and data_profile.labels is not None and len(data_profile.labels.values) > 2:
                 proposal = propose(data_profile, label=self._target, time=self.time, task="classes")
             self.remarks_ = proposal.warnings
@@ -298,6 +307,7 @@ class _TableEstimator:
         table = self._table(X, reset=True)
         values = _checks.column_or_1d(y, warn=True)
         _checks.check_consistent_length(X, values)
+        # Without a name for the label, the new column is called "label".
         self._target = self._target or "label"
         if self._target in table.column_names:
             raise ValueError(
@@ -321,6 +331,7 @@ class _TableEstimator:
         )
         if _are_paths(X) or (is_frame and not reset and not hasattr(self, "n_features_in_")):
             return X
+        # A data frame may have columns of any type, which scikit-learn's array check would refuse.
         if is_frame:
             _checks.validate_data(self, X, reset=reset, skip_check_array=True)
             return to_table(X)
@@ -337,6 +348,7 @@ class _TableEstimator:
         """Return the model's scores for all rows, fp32 [n], or [n, C] for several classes."""
         _checks.check_is_fitted(self)
         scorer = self._scorer(self._table(X, reset=False), labelled=False)
+        # Calibration needs logits, so take these instead of probabilities.
         logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
         # Only a Classifier with ``calibration`` has a curve.
         if getattr(self, "curve_", None) is not None:
@@ -453,6 +465,7 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
         """Return the most probable class per row, [n]."""
+        # Positions in ``classes_``.
         best = self.predict_proba(X).argmax(1)
         classes: npt.NDArray[Any] = self.classes_[best]
         return classes
@@ -462,6 +475,7 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         scores = self._scores(X)
         if scores.ndim == 2 and scores.shape[1] > 1:
             return scores
+        # A binary model gives the probability of the positive class alone.
         positive = scores.reshape(-1)
         pair = np.stack([1 - positive, positive], 1)
         return pair if self._positive else pair[:, ::-1]
@@ -687,6 +701,7 @@ class Recommender(_Estimator):
         _checks.check_is_fitted(self)
         ranks = join(choose_device(self.device))
         requested = None if users is None else pa.table({self.user: pa.array(_to_list(users))})
+        # A table is written to a file, because the log is read like training data.
         log = data if data is None or _are_paths(data) else self._paths(data, self._subfolder("other"))
         recommender = load_recommender(RunFolder(self.run_), ranks, users=requested, data=log)
         best = recommendations(recommender, ranks, k, keep_seen=keep_seen)
@@ -741,6 +756,7 @@ class _ProgressLine:
                 self._quality = f"  {leading_text(line)}"
             case Reported(text):
                 print(f"\r{text}", file=sys.stderr)
+            # Print only when the percentage changes, because steps may be very short.
             case Stepped(step, _) if 100 * step // self._num_steps != self._shown:
                 self._shown = 100 * step // self._num_steps
                 text = f"\rstep {step:,} of {self._num_steps:,}{self._quality}   "
@@ -764,6 +780,7 @@ def _silent(event: Event) -> None:
 def _preserved_random_state() -> Iterator[None]:
     """Restore the random state of Python, NumPy and torch after a ``with`` block: training seeds them."""
     python, numpy = random.getstate(), np.random.get_state()
+    # torch's CPU generator is restored by fork_rng, without touching the GPUs.
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -801,6 +818,7 @@ def _has_training_data(run: RunFolder) -> bool:
 
 def _to_list(values: Any) -> Any:
     """Return users or items as a list, from an array, a column, a list, or a single value."""
+    # A string is a sequence, too, but stands for a single user or item.
     if isinstance(values, str | bytes | int):
         return [values]
     return values.tolist() if hasattr(values, "tolist") else list(values)
@@ -826,5 +844,6 @@ def _pack_run(run: Path) -> bytes:
 
 def _unpack_run(packed: bytes, folder: Path) -> None:
     """Extract a run from a tar archive, as a subfolder of ``folder``."""
+    # The "data" filter refuses devices, and paths and links out of the folder: the archive may be forged.
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")

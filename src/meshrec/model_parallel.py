@@ -90,6 +90,7 @@ class DistributedModelParallel(nn.Module):
             )
         self._gradient_dtype = torch.bfloat16 if dense_gradients == "bf16" else None
         self._env = default_env() if env is None else env
+        # ``devices``: a single process with several devices. Dense parameters are then on the first.
         first = self._env.devices[0] if self._env.devices else group_device(self._env.world.group)
         self._device = first if device is None else torch.device(device)
         self._dense, self._dense_options = dense, dict(dense_options or {})
@@ -99,12 +100,15 @@ class DistributedModelParallel(nn.Module):
         # Sharded modules by path. The modules stay for the model's whole life; ``reshard`` changes them
         # inside.
         self._sharded: dict[str, Any] = {}
+        # Initial rows depend on a table's path, so tables with equal names in two modules differ.
         seed_by_path({path: collection for path, (collection, _) in embedding_modules.items()})  # type: ignore[misc]
         for path, (collection, sharder) in embedding_modules.items():
             module_plan = self._plan.plan[path]
             self._sharded[path] = sharder.shard(collection, module_plan, self._env, self._device)  # type: ignore[arg-type]
             module = _replace_submodule(module, path, self._sharded[path])
         self._plan = _with_actual_kernels(self._plan, self._sharded)
+        # The model, or the DistributedDataParallel around it after ``init_data_parallel``. TorchRec has the
+        # same attribute name.
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
         # Set by ``_init_ddp``. The first training step registers it as a communication hook, and sets None.
@@ -121,6 +125,7 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Register the hook as late as the first training step, because until then a user may register one.
         state = self._dense_gradients
         if (
             state is not None
@@ -190,11 +195,13 @@ class DistributedModelParallel(nn.Module):
 
     def init_data_parallel(self) -> None:
         """Make the dense part data-parallel. Further calls do nothing."""
+        # Without a process group there is a single process, and nothing to average.
         if self._is_data_parallel or self._env.world.group is None or self._dense is None:
             return
         self._is_data_parallel = True
         ignored = self._table_names()
         dense = [p for name, p in self.module.named_parameters() if name not in ignored and p.requires_grad]
+        # DistributedDataParallel refuses a model without trained parameters.
         if not dense:
             return
         if self._dense == "ddp":
@@ -226,6 +233,7 @@ class DistributedModelParallel(nn.Module):
                 "tables over several devices of one process cannot move. Shard the unsharded model again "
                 "with the other plan."
             )
+        # Check on all ranks before anything moves.
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(module) for path, module in self._sharded.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
@@ -306,6 +314,7 @@ class DistributedModelParallel(nn.Module):
         pass exchanges their gradients, and applies or accumulates them, as always.
         """
         wrapped: Any = self._dmp_wrapped_module
+        # FSDP2 has a switch in place of a context manager.
         if self._dense == "fsdp2" and self._is_data_parallel:
             wrapped.set_requires_gradient_sync(False)
             try:
@@ -382,6 +391,7 @@ class DistributedModelParallel(nn.Module):
             embedding_modules: embedding modules and their sharders, by path.
             sharders: all sharders.
         """
+        # All ranks pass a plan or none does; the planner is collective.
         if plan is None:
             plan = self._make_plan(module, sharders) if embedding_modules else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
@@ -391,6 +401,7 @@ class DistributedModelParallel(nn.Module):
 
     def _make_plan(self, module: nn.Module, sharders: Sequence[Sharder]) -> ShardingPlan:
         """Run the planner for this model and these ranks. Collective."""
+        # Imported here, because a program with a plan needs no planner.
         from meshrec.planner import EmbeddingShardingPlanner, Topology
 
         topology = Topology(
@@ -441,6 +452,7 @@ class DistributedModelParallel(nn.Module):
         """Shard the dense parameters with FSDP2, or HSDP if there is a replicate axis."""
         from torch.distributed.fsdp import fully_shard
 
+        # FSDP2 must not shard the tables again.
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
         fully_shard(
             self._dmp_wrapped_module, mesh=self._env.dense_mesh, ignored_params=tables, **self._dense_options
@@ -479,6 +491,7 @@ def _embedding_modules(
         for sharder in sharders
         if isinstance(collection, sharder.module_type)
     }
+    # A sharder with options per table may give different sharders for different modules.
     names = {path: list(tables_of(collection)) for path, (collection, _) in modules.items()}
     for sharder in sharders:
         tables = {path: names[path] for path, (_, by) in modules.items() if by is sharder}

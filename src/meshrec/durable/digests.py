@@ -95,6 +95,7 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
         return crc32_of_file(descriptor, start, min(BLOCK, num_bytes - start))
 
     starts = range(0, num_bytes, BLOCK)
+    # In the order of the blocks, although threads finish in any order.
     checksums = []
     for number, checksum in enumerate(_map_in_threads(block_checksum, starts, name)):
         if checksum is None:
@@ -122,6 +123,7 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
     """
 
     def block_digest(start: int) -> bytes | None:
+        # ``pread`` takes a position, so threads can share the descriptor.
         length = min(BLOCK, num_bytes - start)
         block = os.pread(descriptor, length, start)
         return hashlib.sha256(block).digest() if len(block) == length else None
@@ -159,6 +161,7 @@ def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> 
         hexadecimal = "".join(f"{checksum:08x}" for checksum in digest.checksums) or "-"
         lines.append(f"file {digest.num_bytes} {digest.sha256} {hexadecimal} {path.name}")
     content = ("\n".join(lines) + "\n").encode()
+    # The last line detects damage to the digests themselves.
     write_durably(folder / DIGESTS, content + f"end {zlib.crc32(content):08x}\n".encode())
 
 
@@ -198,11 +201,13 @@ def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
         raise DamageError(f"{source} does not begin with {_FIRST_LINE!r}")
     digests: dict[str, FileDigest] = {}
     for line in lines:
+        # Refuse names that would lead out of the folder, such as "../x": the file may be forged.
         match = _FILE_LINE.fullmatch(line)
         name = match[4] if match else ""
         if match is None or name in digests or Path(name).name != name or name in (".", "..") or "\0" in name:
             raise DamageError(f"{source} has the line {line[:100]!r}, which names no file of the folder")
         num_bytes, written = int(match[1]), "" if match[3] == "-" else match[3]
+        # 8 digits per block, and the last block may be shorter.
         if len(written) != 8 * -(-num_bytes // BLOCK):
             raise DamageError(f"{source} lacks checksums of {name!r}")
         checksums = tuple(int(written[at : at + 8], 16) for at in range(0, len(written), 8))
@@ -223,6 +228,7 @@ def verify_file(descriptor: int, digest: FileDigest, path: Path, *, sha256: bool
         DamageError: the file differs. The message names the first differing block.
     """
     num_bytes = os.fstat(descriptor).st_size
+    # The cheap check first. It also makes the number of blocks equal below.
     if num_bytes != digest.num_bytes:
         raise DamageError(f"{path} has {num_bytes:,} bytes instead of {digest.num_bytes:,}")
     for number, checksum in enumerate(checksums_of(descriptor, num_bytes, str(path))):
@@ -255,6 +261,7 @@ def verify_folder(folder: Path, digests: Mapping[str, FileDigest], *, sha256: bo
 
 
 def _sha256(descriptor: int) -> str:
+    """Return the SHA-256 of an open file, as 64 hexadecimal digits. Reads with a single thread."""
     digest, offset = hashlib.sha256(), 0
     while block := os.pread(descriptor, _READ_SIZE, offset):
         digest.update(block)
@@ -273,6 +280,7 @@ def _map_in_threads(
         name: file name in progress messages.
     """
     all_starts = list(starts)
+    # Only processors that this process may use count, as in a container.
     num_threads = min(len(all_starts), len(os.sched_getaffinity(0)), _MAX_THREADS)
     if num_threads < 2:
         yield from map(function, all_starts)

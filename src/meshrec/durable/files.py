@@ -154,6 +154,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
     num_read = 0
     while num_read < len(target):
         # A read may return fewer bytes than requested; 0 bytes mean the end of the file.
+        # ``preadv`` reads at a position, so threads can share the descriptor.
         count = os.preadv(descriptor, [target[num_read:]], offset + num_read)
         if count == 0:
             raise DamageError(f"{name}: the file ends too early")
@@ -170,6 +171,7 @@ def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
         paths: files and folders on the disks in question. The error gets the folder on the disk with the
             least free space.
     """
+    # A file name from the failed call is better than a guess.
     if error.errno not in FULL or error.filename is not None:
         return
     folders = [folder for path in paths if (folder := _nearest_folder(Path(path))) is not None]
@@ -186,5 +188,6 @@ def _nearest_folder(path: Path) -> Path | None:
 
 
 def _free_bytes(folder: str) -> int:
+    """Return the bytes that this user may still write to the disk with the folder."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

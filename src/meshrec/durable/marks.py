@@ -137,6 +137,7 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
     except OSError:
         return False
     try:
+        # The exclusive lock ends when the descriptor is closed below.
         if not _is_free(descriptor, without_locks=moved):
             return False
         status = os.fstat(descriptor)
@@ -177,12 +178,14 @@ def _is_free(descriptor: int, *, without_locks: bool) -> bool:
 
 
 def _names(folder: Path) -> list[str]:
+    """Return the file names in a folder; an empty list if it cannot be read."""
     with contextlib.suppress(OSError):
         return os.listdir(folder)
     return []
 
 
 def _user() -> str:
+    """Return the user name, or the user ID if it has no name, as in some containers."""
     with contextlib.suppress(KeyError, OSError):
         return getpass.getuser()
     return str(os.getuid())

@@ -62,6 +62,7 @@ class Created(NamedTuple):
         """
         # O_EXCL: never open an existing file or follow a link.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        # From the descriptor, not the path: another process might already have replaced the file.
         status = os.fstat(descriptor)
         return descriptor, cls(path, status.st_dev, status.st_ino)
 
@@ -76,6 +77,7 @@ class Created(NamedTuple):
             FileExistsError: the path exists and is not a folder.
         """
         created: list[Created] = []
+        # From the root down. Another process may create the same folders at the same time.
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
@@ -88,6 +90,7 @@ class Created(NamedTuple):
         """Delete the file or empty folder, unless another file has replaced it. Ignores a missing file."""
         with contextlib.suppress(FileNotFoundError):
             status = self.path.lstat()
+            # Another file is at the path now.
             if (status.st_dev, status.st_ino) != (self.device, self.inode):
                 return
             if stat.S_ISDIR(status.st_mode):
@@ -100,6 +103,7 @@ class Created(NamedTuple):
         with contextlib.suppress(OSError):
             descriptor = _open_folder(self.path)
             try:
+                # Compare the open folder, whose content is deleted next, and not the path.
                 status = os.fstat(descriptor)
                 if (status.st_dev, status.st_ino) == (self.device, self.inode):
                     _remove_content(descriptor)
@@ -122,6 +126,7 @@ def remove_named(folder: Path, names: Iterable[str]) -> None:
             contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
             _opened_below(folder, os.path.dirname(name)) as descriptor,
         ):
+            # Relative to the open folder, so links in the path have no effect.
             os.unlink(os.path.basename(name), dir_fd=descriptor)
 
 
@@ -142,6 +147,7 @@ def _opened_below(folder: Path, name: str) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in Path(name).parts:
+            # An absolute name starts with the separator.
             if part in ("..", os.sep):
                 raise NotADirectoryError(errno.ENOTDIR, "it is not below", os.fspath(folder / name))
             parent = descriptor
@@ -168,6 +174,7 @@ def _open_folder(path: str | Path, parent: int | None = None) -> int:
 
 def is_below(folder: Path, name: str) -> bool:
     """Return whether ``folder / name`` lies in ``folder`` and ``name`` has neither links nor ".."."""
+    # A link or ".." in ``name`` would give another real path.
     return os.path.realpath(folder / name) == f"{os.path.realpath(folder)}/{name}".rstrip("/")
 
 
@@ -200,6 +207,7 @@ def remove_tree(folder: Path, *, last: str) -> None:
         descriptor = _open_folder(folder)
         try:
             _remove_content(descriptor, keep=last)
+            # Keep the proof if anything else could not be deleted.
             if os.listdir(descriptor) == [last]:
                 os.unlink(last, dir_fd=descriptor)
         finally:

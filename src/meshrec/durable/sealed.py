@@ -43,6 +43,7 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise DamageError(f"{name} is not a JSON object")
     seal = fields.pop(SEAL, None)
+    # A missing checksum may also mean damage, so files written by this release must have one.
     if seal is None and required:
         raise DamageError(f"{name} has no checksum of itself ({SEAL!r})")
     if seal is not None and seal != _checksum(fields):
@@ -83,6 +84,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
     Raises:
         DamageError: ``value`` is out of range or not an integer. A bool does not count as an integer.
     """
+    # isinstance would accept True and False.
     if type(value) is not int or not low <= value <= high:
         raise DamageError(f"{name} is {_shortened(value)}; a whole number in [{low}, {high}] was expected")
     return value
@@ -125,6 +127,7 @@ def items(value: Any, name: str, length: int | None = None) -> list[Any]:
 def texts(value: Any, name: str) -> list[str]:
     """Check that a JSON value is a list of distinct strings, and return it. Raises DamageError otherwise."""
     strings = [text(item, f"a part of {name}") for item in items(value, name)]
+    # The lists hold names, so a repeated string is an error.
     if len(set(strings)) != len(strings):
         raise DamageError(f"{name} names something twice: {_shortened(strings)}")
     return strings
@@ -181,11 +184,13 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object from (name, value) pairs, for ``json.loads``. Raise ValueError for a duplicate name."""
     mapping = dict(pairs)
+    # json.loads itself would silently take the last value.
     if len(mapping) != len(pairs):
         raise ValueError("an object has a name twice, and each must be there once")
     return mapping
 
 
 def _shortened(value: Any) -> str:
+    """Return the ``repr`` of a value for messages, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

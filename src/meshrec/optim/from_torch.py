@@ -58,6 +58,7 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
         >>> from_torch(torch.optim.Adagrad, {"lr": 0.1}).eps
         1e-10
     """
+    # Specs first: they need no translation, only other argument names.
     if optimizer_class in SPECS:
         return _from_spec(optimizer_class, kwargs)
     fused_spec = getattr(optimizer_class, "fused_spec", None)
@@ -103,6 +104,7 @@ def _translate(
     arguments = dict(translation.fixed)
     for key, default in defaults.items():
         value = kwargs.get(key, default)
+        # Arguments that the spec lacks are fine only with torch's default, as then they have no effect.
         if key in fields:
             # setdefault: arguments implied by the class (AdamW's decay) take precedence.
             arguments.setdefault(key, value)

@@ -129,9 +129,11 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
+        # By position over all groups, as torch.distributed.checkpoint counts parameters.
         names = [name_of.get(parameter) for group in self.param_groups for parameter in group["params"]]
         state = {name: slots_to_save(slots) for name, slots in self._named_state().items()}
         result: dict[str, Any] = {"state": NamedState(state, names)}
+        # Names are sorted, because their order differs between plans.
         if self._saves_param_groups:
             result["param_groups"] = [
                 NamedGroup(
@@ -177,6 +179,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             # Undo, so that a failed load leaves no empty state behind.
             self.drop_state(created)
             raise
+        # Everything was checked above, before the first value changes.
         for name, slots in self._named_state().items():
             fill_slots(slots, new_state[name])
         for group, values in groups:
@@ -491,6 +494,7 @@ def create_by_step(
     targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
     if not targets:
         return
+    # Restored below. Parameters without a gradient are skipped by the step.
     gradients = [(parameter, parameter.grad) for parameter in optimizer.params.values()]
     # Momentum and similar terms can move weights even with zero gradients.
     values = [parameter.detach().clone() for parameter in targets]

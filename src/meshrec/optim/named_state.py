@@ -20,6 +20,7 @@ class NamedState(dict[Any, Any]):
 
     def __init__(self, state: Mapping[str, Any], names: Sequence[str | None]) -> None:
         super().__init__(state)
+        # Only for assignments by position; not pickled.
         self._names = names
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -101,6 +101,7 @@ class OptimizerSpec(ABC):
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             low, high, allowed = _RANGES.get(name, (0, math.inf, "a number >= 0"))
+            # Only betas is a pair; treat other values as tuples of length 1.
             values = value if name == "betas" else (value,)
             is_valid = isinstance(values, tuple) and len(values) == 1 + (name == "betas")
             for number in values if is_valid else ():
@@ -114,6 +115,7 @@ class OptimizerSpec(ABC):
 
     def state_slots(self) -> tuple[StateSlot, ...]:
         """Return descriptions of the state tensors that a table needs, in the order of the kernels."""
+        # ``slot.initial`` names the hyperparameter with the initial value.
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
             for slot in self.formula.slots
@@ -142,6 +144,7 @@ class OptimizerSpec(ABC):
     def _initial_hyper(self) -> Hyper:
         """The spec's fields as a ``Hyper``, cached: updates change only lr, step, seed and row_dim."""
         values = {**vars(self)}
+        # The kernels have fewer fields than the specs: related hyperparameters share a field.
         if "betas" in values:
             values["beta1"], values["beta2"] = values["betas"]
         if "ema_beta" in values:
@@ -169,6 +172,7 @@ class StepHyper:
 
     def at(self, step: int) -> Tensor:
         """Return the hyperparameters for update ``step``, float64. The next call overwrites the tensor."""
+        # Writing an array element is much faster than creating a tensor.
         self._values[_STEP] = step
         return self._tensor
 
@@ -289,6 +293,7 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The base class allows 0, as other formulas do not divide by the learning rate.
         if self.lr == 0:
             raise ValueError("FTRL: lr must be a number above 0, got 0. To pause training, skip the steps.")
         if self.weight_decay and self.decoupled_weight_decay:

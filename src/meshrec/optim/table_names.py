@@ -19,6 +19,7 @@ def full_names(tables: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], str
     Args:
         tables: Table names by module path.
     """
+    # Two modules may have equal configs, so only a name with a single owner is unique.
     owners = _owners(tables)
     return {
         (path, name): name if len(owners[name]) == 1 else _joined(path, name)
@@ -41,6 +42,7 @@ def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], 
     # Both the unique name and the full path are accepted.
     names, owners = full_names(tables), _owners(tables)
     matches = {full: full for full in names.values()} | {_joined(*path): full for path, full in names.items()}
+    # Distinguish ambiguous from unknown names in the message.
     for name in options:
         if name not in matches and name in owners:
             paths = [_joined(path, name) for path in owners[name]]
@@ -49,6 +51,7 @@ def by_full_name(options: Mapping[str, T], tables: Mapping[str, Sequence[str]], 
             raise ValueError(
                 f"{subject} {name!r}, which is not a table of the model; it has {sorted(names.values())}."
             )
+    # A table may be named by the short and the full name.
     duplicates = [name for name in options if matches[name] != name and matches[name] in options]
     if duplicates:
         raise ValueError(

@@ -31,6 +31,7 @@ def empty_like(
         bounds_check: how the new collection treats IDs outside a table.
         output_dtype: output data type of the new collection.
     """
+    # Sharded and unsharded collections have the same config methods.
     if hasattr(module, "embedding_bag_configs"):
         collection: TableCollection = EmbeddingBagCollection(
             tables=[_with_data_type(config, types) for config in module.embedding_bag_configs()],
@@ -51,6 +52,7 @@ def empty_like(
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
     """Return the row count by table name. A hashed table counts with its present rows."""
+    # A hashed table's config has the limit, not the present count.
     hashed = module.hashed_tables()
     return {
         config.name: hashed[config.name].num_alive if config.name in hashed else config.num_embeddings
@@ -89,6 +91,7 @@ def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -
         storage: table description.
         columns: first and end table column in ``rows``.
     """
+    # Parts without policy values: inference evicts nothing.
     form = storage.form
     parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
     return RowBlock(keys, columns, {part.name: values for part, values in parts})

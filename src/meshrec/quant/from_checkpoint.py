@@ -59,10 +59,12 @@ def quantize_checkpoint(
     collections = {name: m for name, m in model.named_modules() if isinstance(m, TableCollection)}
     configs = {where: [config for config, _ in m.tables().values()] for where, m in collections.items()}
     types = checked_types(configs, weights, per_table)
+    # Empty quantized collections by ``id`` of the originals, to be filled from the checkpoint.
     memo: dict[int, nn.Module] = {
         id(m): empty_like(m, types[where], m.bounds_check, output_dtype or DataType.FP32)
         for where, m in collections.items()
     }
+    # The model may itself be a collection.
     result = memo.get(id(model)) or copy_except(model, memo)
     tables: set[str] = set()
     for where in collections:
@@ -149,6 +151,7 @@ def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], roundi
     Returns:
         Row memory of the table.
     """
+    # Allocate the result once, and fill it block by block: only a block of original rows is in memory.
     storage, first = storage_of(config), 0
     rows = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), None)
     for block in blocks:

@@ -49,6 +49,7 @@ def quantize(
     """
     check_rounding(rounding)
     output_dtype = output_dtype or DataType.FP32
+    # Check all arguments before the first table is converted, which may take minutes.
     if dense not in (None, DataType.BF16):
         raise ValueError(f"dense must be DataType.BF16 or None, got {dense!r}.")
     if isinstance(model, DistributedModelParallel):
@@ -71,6 +72,7 @@ def quantize(
     memo: dict[int, nn.Module] = {
         id(m): _quantize_collection(m, types[path], output_dtype, rounding) for path, m in collections.items()
     }
+    # The model may itself be a collection.
     result = memo.get(id(model)) or copy_except(model, memo)
     finish_copy(result, dense)
     return result
@@ -137,6 +139,7 @@ def in_bfloat16(model: nn.Module) -> None:
     """Replace every ``nn.Linear`` inside a model by a ``BFloat16Linear`` with the same weights, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
+            # Not subclasses, which may compute something else.
             if type(child) is nn.Linear:
                 # Build it on meta: the weights are replaced below, and initializing them would draw random
                 # numbers.

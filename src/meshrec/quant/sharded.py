@@ -251,6 +251,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
                     assert isinstance(block.keys, Tensor)
                     rows = block.parts["weight"].float()
                     extremes.append((block.keys, rows.amin(1), rows.amax(1)))
+        # A rank may hold several column shards of the same rows.
         keys, least, greatest = _merge_extremes(extremes)
     # Exchange minima and maxima for an interval of keys at once, so messages stay small.
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
@@ -292,6 +293,7 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
         Minima and maxima over the columns on all ranks, fp32 [2, R].
     """
     with together(env.world, _NAME):
+        # Infinities stand for rows that are not on this rank, and lose against every value.
         local = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
         for table in tables:
             for block in table.stream(keys=(first, end)):
@@ -316,6 +318,7 @@ def _build_module(
         output_dtype: output data type.
     """
     old = module.built
+    # Inference: no optimizer, and the ranks and routes stay.
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
     num_tables = len(quantised.storages)
     blueprint = Blueprint(
@@ -355,6 +358,7 @@ def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
         data_type: new data type.
         before: present storage.
     """
+    # Rows in a file come to memory.
     if is_growable(before):
         return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)
     stays = before.dtype == data_type.dtype and before.rows_in_parameter
@@ -377,6 +381,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
     """Return per table whether it is split by columns, that is, whether a rank has only a part of a row."""
+    # All ranks have the routing of all ranks, so they agree without a message.
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:

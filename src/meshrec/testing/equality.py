@@ -75,6 +75,7 @@ def assert_equal_to_unsharded(
         value.backward()
         if optimizer is not None:
             optimizer.step()
+        # Does nothing for tables that the backward pass has updated.
         model.fused_optimizer.step()
         model.fused_optimizer.zero_grad()
     _compare_parameters(model.module, reference.module, rtol, atol)
