@@ -77,7 +77,7 @@ test: build
 
 # The suite with more seeds, kernel variants and parameters than `make test` draws.
 thorough: build
-	MESHREC_DRAWS=4 MESHREC_PATHS=4 MESHREC_KILLS=6 $(BIN)/python -m pytest -n 3 --dist worksteal
+	MESHREC_THOROUGH=1 MESHREC_PATHS=4 MESHREC_KILLS=6 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # The core folders of the suite with another torch: `make test-torch TORCH=2.15.0`.
 test-torch: build torch

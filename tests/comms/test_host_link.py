@@ -225,7 +225,7 @@ def send_until(signal_number):
     [(signal.SIGKILL, r"process \d+"), (signal.SIGSTOP, "a peer did not answer within 2 s")],
 )
 def test_who_waits_for_a_silent_peer_is_told(signal_number, cause):
-    pool = RankPool(2, timeout_seconds=20)
+    pool = RankPool(2, timeout_seconds=12)
     try:
         failed = r"rank 0: the collective 'embeddings' over ranks \[0, 1\] failed: no answer from rank 1"
         with pytest.raises(RankError, match=f"(?s){failed}.*{cause}"):

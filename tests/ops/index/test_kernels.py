@@ -333,7 +333,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 
 def test_parts_are_found_and_mixed_as_the_naive_ops_do():
     ids = torch.cat([hashes(30_000), torch.from_numpy(EDGES)])
-    indexes = [HashIndex(1 << 22), HashIndex(1 << 12, seed=3)]
+    indexes = [HashIndex(1 << 17), HashIndex(1 << 12, seed=3)]
     for mixes in ([], [0, 5, -1]):
         keys = [ids, naive.mix(ids, 5) + 7 if mixes else ids + 7]
         for index, own in zip(indexes, keys, strict=True):

@@ -12,7 +12,7 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, FileRows, Hashed
 from tests.tables.cached.file_tables import HASHED, check_drawn_programs, same, tables_of, whole
 
 alone, batches, train = HASHED.alone, HASHED.batches, HASHED.train
-DRAWS = int(os.environ.get("MESHREC_DRAWS", "12"))
+DRAWS = int(os.environ.get("MESHREC_DRAWS", "4"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -39,7 +39,7 @@ from tests.tables.cached.file_tables import (
 )
 
 alone, batches, train = FIXED.alone, FIXED.batches, FIXED.train
-DRAWS = int(os.environ.get("MESHREC_DRAWS", "16"))
+DRAWS = int(os.environ.get("MESHREC_DRAWS", "6"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
