@@ -100,7 +100,7 @@ class DistributedModelParallel(nn.Module):
         # Sharded modules by path. The modules stay for the model's whole life; ``reshard`` changes them
         # inside.
         self._sharded: dict[str, Any] = {}
-        # Initial rows depend on a table's path, so tables with equal names in two modules differ.
+        # Tables with equal names in different modules get different initial rows.
         seed_by_path({path: collection for path, (collection, _) in embedding_modules.items()})  # type: ignore[misc]
         for path, (collection, sharder) in embedding_modules.items():
             module_plan = self._plan.plan[path]
@@ -314,7 +314,7 @@ class DistributedModelParallel(nn.Module):
         pass exchanges their gradients, and applies or accumulates them, as always.
         """
         wrapped: Any = self._dmp_wrapped_module
-        # FSDP2 has a switch in place of a context manager.
+        # FSDP2 has a switch instead of a context manager.
         if self._dense == "fsdp2" and self._is_data_parallel:
             wrapped.set_requires_gradient_sync(False)
             try:

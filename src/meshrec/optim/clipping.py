@@ -17,7 +17,7 @@ class GradientClipping(Enum):
     """Gradient clipping methods."""
 
     NORM = "norm"
-    """Multiply all gradients by the same factor, so that their total norm is at most the limit."""
+    """Multiply all gradients by the same factor, so the total norm is at most the limit."""
     VALUE = "value"
     """Clamp every gradient element to [-limit, limit]."""
     NONE = "none"
@@ -25,7 +25,7 @@ class GradientClipping(Enum):
 
 
 class GradientClippingOptimizer(KeyedOptimizer):
-    """Optimizer wrapper that clips all gradients before every step.
+    """Optimizer wrapper clipping all gradients before every step.
 
     NORM clips like ``torch.nn.utils.clip_grad_norm_``: all gradients are multiplied by ``min(1, max_gradient
     / (total_norm + 1e-6))``. Repeated rows in a sparse gradient are summed first, so it is clipped like the
@@ -132,7 +132,7 @@ def _elements(parameter: Tensor) -> Tensor:
 
 
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    """Scale all gradients in place, so that their total norm is at most ``max_norm``.
+    """Scale all gradients in place, so the total norm is at most ``max_norm``.
 
     Args:
         parameters: Parameters with the gradients to scale.

@@ -87,7 +87,7 @@ def mark_sharded(parameter: Tensor) -> None:
     """Mark a parameter as part of a sharded table, so that its optimizer can no longer be changed.
 
     From the first call on, every torch optimizer in the process is checked in its first step: an error is
-    raised if it was given tables that the backward pass updates.
+    raised if it was given tables updated by the backward pass.
     """
     setattr(parameter, _SHARDED, True)
     if not _hooks:
@@ -105,7 +105,7 @@ def accept_fused_parameters() -> None:
 
 
 def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Check that a torch optimizer was not given tables that the backward pass updates.
+    """Check that a torch optimizer was not given tables updated by the backward pass.
 
     Registered as a pre-hook on ``step`` of all torch optimizers. Checks only the first step of each
     optimizer. A check in the constructor would be too early: programs may build an optimizer only to save its
@@ -193,11 +193,11 @@ def _recorded_optimizers(parameter: Tensor) -> list[str]:
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters to give to a dense optimizer, that is, all that the backward pass does not update.
+    """Yield the parameters to give to a dense optimizer, that is, all not updated by the backward pass.
 
     Args:
         named_parameters: (name, parameter) pairs, as from ``module.named_parameters()``.
-        include: True: yield the parameters that the backward pass updates instead.
+        include: True: yield the parameters updated by the backward pass instead.
     """
     for name, parameter in named_parameters:
         if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:

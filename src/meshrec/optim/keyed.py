@@ -36,7 +36,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             also run when this optimizer loads a state dict.
 
     Raises:
-        ValueError: ``state`` has a key that is not in ``params``.
+        ValueError: ``state`` has a key not in ``params``.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class CombinedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create initial state in every optimizer, for the given parameters that it has.
+        """Create initial state in every optimizer, for those of the given parameters that it has.
 
         Args:
             names: Parameter names with prefixes.
@@ -416,7 +416,7 @@ class CombinedOptimizer(KeyedOptimizer):
             )
 
     def drop_state(self, names: Collection[str]) -> None:
-        """Remove state in every optimizer, for the given parameters that it has."""
+        """Remove state in every optimizer, for those of the given parameters that it has."""
         for prefix, optimizer in self._optims:
             optimizer.drop_state([name for name in optimizer.params if _prefixed(prefix, name) in names])
 
@@ -538,7 +538,7 @@ class LiveMapping(Mapping[K, V]):
     """Read-only mapping that calls a function at every access, so it always shows the current content.
 
     Args:
-        content: Function that returns the current content.
+        content: Function returning the current content.
     """
 
     def __init__(self, content: Callable[[], Mapping[K, V]]) -> None:
@@ -607,7 +607,7 @@ def _prefixed(prefix: str, name: str) -> str:
 
 
 def _check_names(names: Iterable[str], allowed: Collection[str], source: str, other: str) -> None:
-    """Raise ValueError if ``names`` has a name that is not in ``allowed``.
+    """Raise ValueError if ``names`` has a name not in ``allowed``.
 
     Args:
         names: Names to check.

@@ -87,7 +87,7 @@ class OptimizerSpec(ABC):
     decoupled_weight_decay: bool = False
 
     formula: ClassVar[Formula]
-    """Update formula, with the state tensors that it needs."""
+    """Update formula, with the necessary state tensors."""
     code: ClassVar[int]
     """Number of the formula in the kernels."""
 

@@ -1,13 +1,13 @@
 """Selection of a data type per table that saves bytes, with a bounded loss increase on validation data.
 
-The *rise* is the relative increase of the log loss, and the *budget* is the greatest rise allowed. The same
-samples are scored with the original and the quantized model. The loss change of a sample has a much lower
+The *rise* is the relative log loss increase, and the *budget* is the greatest rise allowed. The same
+samples are scored with the original and the quantized model. A sample's loss change has a much lower
 variance than the loss itself, so a few thousand samples reveal rises below 0.1 %. (Normalized entropy is log
 loss divided by a constant of the data, so it rises by the same fraction.)
 
 1. Measure every table alone, quantized to 4 bits, and then to 2 bits, or to 8 bits if 4 bits alone exceed the
    budget.
-2. Predict the rise with several quantized tables from the sum of their per-sample changes. Repeatedly make
+2. Predict the rise with several quantized tables from their summed per-sample changes. Repeatedly make
 the
    type change that saves the most bytes per rise, while the prediction stays within the budget.
 3. Measure all selected types together. While the rise exceeds the budget, give the table with the largest
@@ -40,7 +40,7 @@ _STEPS = 17
 
 
 class Rise(NamedTuple):
-    """Relative increase of the log loss; 0.001 is 0.1 %."""
+    """Relative log loss increase; 0.001 is 0.1 %."""
 
     mean: float
     """Mean over the validation samples."""
@@ -53,11 +53,11 @@ class Choice(NamedTuple):
 
     Attributes:
         types: selected data type by table name.
-        num_bytes: bytes of the rows by table name and data type.
+        num_bytes: row bytes by table name and data type.
         rises: rise with only this table in this data type, by table name and data type, where measured.
         rise: measured rise with all selected types together.
         budget: greatest rise allowed.
-        num_evaluations: number of calls to ``losses``.
+        num_evaluations: how many times ``losses`` was called.
     """
 
     types: dict[str, DataType]
@@ -82,8 +82,8 @@ def choose_precision(
 
     Args:
         model: unsharded, unquantized model. It is not changed.
-        losses: returns the log loss of a model per validation sample, [N], always in the same order.
-        max_loss: greatest relative increase of the log loss; 0.0002 is 0.02 %.
+        losses: returns a model's log loss per validation sample, [N], always in the same order.
+        max_loss: greatest relative log loss increase; 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
     Raises:
@@ -123,7 +123,7 @@ class _Search:
             for name, config, num_rows in tables
         }
         self._num_evaluations = 1
-        # Losses of the original model, fp64 [N]. Every candidate is compared with them, sample by sample.
+        # The original model's losses, fp64 [N]. Every candidate is compared with them, sample by sample.
         self._before = losses(model).double()
         if self._before.numel() < 2:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
@@ -179,7 +179,7 @@ class _Search:
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Give tables smaller data types, while the bound of the predicted rise stays within the budget.
+        """Give tables smaller data types, while the predicted rise's bound stays within the budget.
 
         Args:
             types: present data type by table name; changed in place.

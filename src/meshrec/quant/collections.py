@@ -51,7 +51,7 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the row count by table name. A hashed table counts with its present rows."""
+    """Return the row count by table name. A hashed table counts with the present rows."""
     # A hashed table's config has the limit, not the present count.
     hashed = module.hashed_tables()
     return {
@@ -67,7 +67,7 @@ def converted_blocks(
 
     Args:
         stored: blocks of IDs, int64 [n], and rows, [n, D], sorted by key.
-        storage: description of the new table.
+        storage: new table's storage.
         data_type: new data type.
         rounding: see ``quantize``.
 

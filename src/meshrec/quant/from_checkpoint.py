@@ -104,13 +104,13 @@ def _hashed_blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read the rows for a hashed table from a checkpoint, in blocks.
 
-    The checkpoint may also hold a fixed table. Its row numbers then are the IDs.
+    The checkpoint may also hold a fixed table. The row numbers then are the IDs.
 
     Args:
         folder: checkpoint.
-        manifest: manifest of the checkpoint.
+        manifest: checkpoint manifest.
         name: name of the table's ``weight`` in the checkpoint.
-        storage: description of the hashed table.
+        storage: hashed table's storage.
 
     Yields:
         IDs, int64 [n], and rows, [n, D], sorted by key within a block.
@@ -141,7 +141,7 @@ def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
 
 
 def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
-    """Convert a whole fixed table to its new data type, given the rows in consecutive blocks.
+    """Convert a whole fixed table to the new data type, given the rows in consecutive blocks.
 
     Args:
         config: table config with the new data type.
@@ -166,8 +166,8 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
 
     Args:
         folder: checkpoint.
-        manifest: manifest of the checkpoint.
-        name: name of the tensor.
+        manifest: checkpoint manifest.
+        name: tensor name.
         shape: expected shape.
 
     Raises:

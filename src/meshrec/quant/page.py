@@ -19,7 +19,7 @@ def html_page(choice: Choice, title: str) -> str:
 
     Args:
         choice: result to show.
-        title: title of the page.
+        title: page title.
     """
     head = "".join(f"<th>{data_type}</th>" for data_type in _TYPES)
     rows = "".join(

@@ -1,4 +1,4 @@
-"""Conversion of table rows to another data type, and checks of the row values."""
+"""Table row conversion to another data type, and row value checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -30,7 +30,7 @@ def types_by_table(
 
     Args:
         tables: table names by module path.
-        weights: data type of tables that are not in ``per_table``.
+        weights: data type for tables not in ``per_table``.
         per_table: data types by table name; see ``optim.table_names``. None: none.
 
     Raises:
@@ -72,8 +72,8 @@ def encode_rows(
         data_type: new data type.
         rounding: how quantized rows get a scale and a bias; see ``Rounding``.
         table: table name in messages.
-        first_row: number of the first row, for messages.
-        ids: ID per row of a hashed table, int64 [n], for messages; None for a fixed table.
+        first_row: first row's number, for messages.
+        ids: ID per hashed table row, int64 [n], for messages; None for a fixed table.
 
     Returns:
         Rows as they lie in memory: [n, D], or uint8 [n, bytes] for quantized types. Not a copy if the rows
@@ -105,8 +105,8 @@ def check_rows(
         rows: rows [n, D].
         data_type: data type to name in the message.
         table: table name in messages.
-        first_row: number of the first row, for messages.
-        ids: ID per row of a hashed table, int64 [n], for messages; None for a fixed table.
+        first_row: first row's number, for messages.
+        ids: ID per hashed table row, int64 [n], for messages; None for a fixed table.
 
     Raises:
         ValueError: a value is NaN or infinite. The message names the table and the row.

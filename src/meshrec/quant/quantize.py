@@ -1,4 +1,4 @@
-"""Quantization of the embedding tables in a trained model, for inference."""
+"""Quantization for embedding tables in a trained model, for inference."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ def quantize(
     """Return a copy of a trained model for inference, with quantized embedding tables.
 
     The copy has the same EmbeddingBagCollections and EmbeddingCollections, with tables in other data types. A
-    table that keeps its type is not copied, but shares memory with ``model``.
+    table with unchanged type is not copied, but shares memory with ``model``.
 
     Args:
         model: a model with embedding collections (fused or not), a collection, or a
             DistributedModelParallel. A DistributedModelParallel must be passed on all ranks: every rank
             quantizes the local shards without gathering, and the copy keeps the plan.
-        weights: data type of tables that are not in ``per_table``.
-        per_table: data types of some tables, by table name, or by ``path.name`` if tables in several modules
+        weights: data type for tables not in ``per_table``.
+        per_table: data types for some tables, by table name, or by ``path.name`` if tables in several modules
             have the same name.
         output_dtype: data type of the collections' outputs: FP32, FP16 or BF16. None: FP32.
         dense: BF16 stores and computes ``nn.Linear`` layers in bf16; None leaves them unchanged.
@@ -83,7 +83,7 @@ def checked_types(
     weights: DataType,
     per_table: Mapping[str, DataType] | None,
 ) -> dict[str, dict[str, DataType]]:
-    """Check the arguments of ``quantize``, and return the new data type by module path and table name.
+    """Check the ``quantize`` arguments, and return the new data type by module path and table name.
 
     Args:
         configs: configs of the original tables by module path.
@@ -105,13 +105,13 @@ def checked_types(
 
 
 def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Return a deep copy of a model in which other modules replace some of its modules.
+    """Return a deep copy of a model in which other modules replace some modules.
 
     Optimizers, which ``meshrec.fuse`` stores as module attributes, are left out.
 
     Args:
         model: model to copy.
-        replaced: replacement by ``id`` of the original module. Replacements are not copied.
+        replaced: replacement by the original module's ``id``. Replacements are not copied.
     """
     optimizers = {
         (path, name): value
@@ -129,7 +129,7 @@ def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modul
 
 
 class BFloat16Linear(nn.Linear):
-    """Linear layer with bf16 weights and arithmetic. Its output has the dtype of its input."""
+    """Linear layer with bf16 weights and arithmetic. The output has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
@@ -168,7 +168,7 @@ def finish_copy(model: nn.Module, dense: DataType | None) -> None:
 def table_bytes(model: nn.Module) -> dict[str, int]:
     """Return the bytes that the rows of each table take, without optimizer state.
 
-    A hashed table counts with its present rows.
+    A hashed table counts with the present rows.
 
     Args:
         model: model with embedding collections, quantized or not.

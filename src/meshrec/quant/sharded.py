@@ -1,4 +1,4 @@
-"""Quantization of sharded tables. The plan stays the same, and every rank quantizes its shards."""
+"""Quantization of sharded tables. The plan stays the same, and every rank quantizes local shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -237,7 +237,7 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
 
     Args:
         tables: the table's rectangles on this rank.
-        storage: description of the new table.
+        storage: new table's storage.
         env: the ranks.
 
     Returns:

@@ -32,7 +32,7 @@ def initial_rows(
         seed: random seed.
 
     Yields:
-        The number of the first row, and values for consecutive rows, fp32 [n, columns]. The next block
+        The first row's number, and values for consecutive rows, fp32 [n, columns]. The next block
             overwrites the values.
     """
     num_rows, dim = size

@@ -238,7 +238,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the backward pass updates the tables. False if there are no tables."""
+        """Whether the backward pass updates the tables. False without tables."""
         return bool(self.tables) and self._deferred is None
 
     @torch.no_grad()

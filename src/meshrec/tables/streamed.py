@@ -136,7 +136,7 @@ class StreamedPart(Tensor):
         table changes when rows are admitted or evicted. ``meshrec.checkpoint`` can load such tables.
 
         Args:
-            name: name of the tensor in messages.
+            name: tensor name in messages.
 
         Raises:
             ValueError: the table is growable, and ``meshrec.checkpoint`` is not saving.

@@ -496,7 +496,7 @@ class TableUpdates:
             rule: update rule.
             hyper: hyperparameters, as ``UpdateRule.hyper_at`` returns them.
             sums: statistics over whole rows (``_RowUpdate.sums``), if the rows are split by columns.
-            runs: the fields of a ``_RunUpdate``, in place of ``sums``; else empty.
+            runs: the fields of a ``_RunUpdate``, instead of ``sums``; else empty.
         """
         weights, grad, lookups = self._held.weights, *looked_up
         tbe.update(

@@ -17,7 +17,7 @@ from meshrec.tables.updates import update_rows
 
 # Shape legend: U touched rows.
 
-# Function that takes the dense parameters and returns a torch optimizer for them.
+# Function from the dense parameters to a torch optimizer for them.
 DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -82,7 +82,7 @@ def assert_equal_to_unsharded(
 
 
 def compare(actual: Tensor, expected: Tensor, name: str, rtol: float, atol: float) -> None:
-    """Check that two tensors have equal shapes and close values.
+    """Check whether two tensors have equal shapes and close values.
 
     Args:
         actual: Result of the sharded model.
@@ -109,7 +109,7 @@ class _Reference:
     """The unsharded model, trained on the batches from all ranks without fused kernels.
 
     Autograd computes dense gradients of the tables. Where the sharded model has a fused optimizer, the same
-    formula is applied to the rows that the step has looked up.
+    formula is applied to the rows looked up by the step.
 
     Args:
         module: Unsharded model.
@@ -166,7 +166,7 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
-        """Apply a fused optimizer to the rows of a table that this step has looked up.
+        """Apply a fused optimizer to the table rows looked up by this step.
 
         Args:
             name: Parameter name.
@@ -183,7 +183,7 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Register a hook on an embedding collection that records the IDs looked up in fused tables.
+        """Register a hook on an embedding collection to record the IDs looked up in fused tables.
 
         Args:
             path: Path of the collection in the model.
@@ -210,7 +210,7 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
-    """Check that tables and dense parameters in both models are close.
+    """Check whether tables and dense parameters in both models are close.
 
     Args:
         model: Sharded model.

@@ -1,6 +1,6 @@
-"""Pool of processes that form a torch.distributed process group, and stay alive between calls.
+"""Pool of processes in a torch.distributed process group, which stay alive between calls.
 
-To start a process and import torch takes seconds. Tests that share a pool wait for this only once.
+To start a process and import torch takes seconds. Tests sharing a pool wait for this only once.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     """A function call, as sent to a rank."""
 
     module: str
-    """Name of the module that defines the function."""
+    """Name of the function's module."""
     file: str
     """File of this module."""
     name: str
@@ -38,7 +38,7 @@ class _Outcome(NamedTuple):
     """The answer of a rank to a call."""
 
     result: Any
-    """What the function has returned; None after an error."""
+    """Value returned by the function; None after an error."""
     error: str | None
     """Traceback or reason if the call failed; otherwise None."""
     num_groups: int = 0
@@ -55,7 +55,7 @@ PRELOADED = (
     "meshrec.distributed.sharded_tables",
     "meshrec.checkpoint",
 )
-# Process groups per rank above which the pool starts new processes: every gloo group has a thread that wakes
+# Process groups per rank above which the pool starts new processes: every gloo group has a thread waking
 # up 100 times a second. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
 
@@ -74,7 +74,7 @@ class RankPool:
 
     Args:
         world_size: Number of ranks.
-        timeout_seconds: Time that ``run`` waits for the next answer. Collectives time out after half this
+        timeout_seconds: Maximum wait in ``run`` for the next answer. Collectives time out after half this
             time, so ``run`` can raise their error.
         preload: Modules to import before ranks fork, in addition to ``PRELOADED``. Only the first pool in a
             process applies this argument.
@@ -206,7 +206,7 @@ def _file_of(function: Callable[..., Any]) -> str:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
-    """Main function of a rank: run the calls that arrive in a pipe, until it is closed or sends None.
+    """Main function of a rank: run the calls arriving in a pipe, until it is closed or sends None.
 
     Args:
         pipe: Pipe to the pool, for calls and outcomes.

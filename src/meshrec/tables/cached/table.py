@@ -623,7 +623,7 @@ class FileTable:
 
         Args:
             reads: keys to read, and their slots; None: none.
-            logs: pairs of a log and the slots whose rows to write to it.
+            logs: pairs of a log and the slots with the rows to write to it.
         """
         workers, cache = self._workers, self._cache
         try:

@@ -250,7 +250,7 @@ class CountMinSketch(AdmissionCounts):
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
     def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells of each ID, and what the update adds to each of these cells.
+        """Return the cells of each ID, and the occurrences added to each by the update.
 
         Args:
             keys: ID keys, int64 [N].

@@ -285,7 +285,7 @@ class AdmissionEviction:
 
 
 def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) -> RowChanges:
-    """Select the IDs to admit to a rectangle, and the rows whose time to live has expired.
+    """Select the IDs to admit to a rectangle, and the rows with an expired time to live.
 
     Does not check the row limit, and needs no communication.
 

@@ -160,7 +160,7 @@ class _CopiedMemory:
 
     Args:
         owner: returns the owner, or None after its end.
-        name: name of the tensor in ``owner.memory``.
+        name: tensor name in ``owner.memory``.
     """
 
     def __init__(self, owner: Callable[[], Any], name: str) -> None:

@@ -758,7 +758,7 @@ class HashedRows(ExternalRows):
             values.
         bits: bits per quantised value (code); 0 for floating-point rows.
         file: options for rows in a file; None: rows in memory.
-        seed_name: name that seeds the initial rows in place of ``name``.
+        seed_name: name used instead of ``name`` to seed the initial rows.
     """
 
     dtype: torch.dtype
