@@ -51,6 +51,7 @@ class Batch:
         sparse = self.sparse
         keys = sparse.keys()
         lengths_FB = sparse.lengths().view(len(keys), -1)
+        # An empty bag per key and added sample: values stay unchanged, because lengths are stored key by key.
         padded_lengths = torch.nn.functional.pad(lengths_FB, (0, num_padding)).reshape(-1)
         return Batch(
             torch.nn.functional.pad(self.dense, (0, 0, 0, num_padding)),
@@ -75,6 +76,7 @@ class Batch:
             device: target device.
             non_blocking: do not wait for copies from pinned memory.
         """
+        # Row numbers are not compared: they stay on the CPU.
         if self.dense.device == self.labels.device == self.sparse.device() == device:
             return self
         return Batch(
@@ -87,6 +89,7 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Copy the batch to pinned host memory, for non-blocking copies to a GPU."""
+        # Row numbers are not pinned, because they are never copied to a GPU.
         weights = None if self.weights is None else self.weights.pin_memory()
         return Batch(
             self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows, weights

@@ -77,6 +77,7 @@ def locate(files: Sequence[RowsOfFile], rows: Tensor) -> FileRows:
         rows: row numbers, int64 [B].
     """
     starts = torch.tensor([file.first_row for file in files])
+    # The last file that starts at the row or before it.
     file_B = torch.searchsorted(starts, rows, right=True) - 1
     return FileRows(file_B, rows - starts[file_B])
 
@@ -205,6 +206,7 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
             continue
         groups.setdefault(feature.table or feature.name, []).append(feature)
     for name, group in groups.items():
+        # Features with the same table must agree on its size.
         for attribute in ("num_embeddings", "keys"):
             values = [getattr(feature, attribute) for feature in group]
             if any(value != values[0] for value in values):

@@ -44,6 +44,7 @@ class RowChecks(NamedTuple):
         """
         # The message stays a template: `Faults.check` fills in the row.
         name, first_row, file = self.origin
+        # `Faults.check` replaces the row.
         message = f"{name}, column {column!r}: row {{row}} {problem}"
         self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)
 

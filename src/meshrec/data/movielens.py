@@ -176,6 +176,7 @@ def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple
         ratings: rating per sample, [N].
         liked_from: minimum rating for the label 1, or a threshold per label.
     """
+    # float) else list(liked_from) | A single threshold gives labels [N] below.
     thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
     names = tuple(f"from_{threshold:g}" for threshold in thresholds)
     if not names or len({*names}) < len(names):
@@ -224,6 +225,7 @@ def sort_ratings(raw: RawRatings) -> Ratings:
 def _year_ids(years_M: Ints) -> Ints:
     """Return an ID per movie for its release year: 1 for the earliest year, 0 if unknown."""
     is_dated = years_M > 0
+    # The initial value only matters if no year is known.
     return np.where(is_dated, years_M - years_M[is_dated].min(initial=years_M.max(initial=1)) + 1, 0)
 
 
@@ -260,6 +262,7 @@ def _parts(split: Split, data: Ratings) -> Parts:
         ValueError: the split needs a column that ratings do not have.
     """
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
+    # The name of the time column is known.
     name = "time" if split.by == "time" else split.column
     if (name is not None and name not in columns) or (
         split.by == "time" and split.column not in (None, "time")
@@ -268,6 +271,7 @@ def _parts(split: Split, data: Ratings) -> Parts:
             f"a split of MovieLens by {split.by} cannot use {split.column!r}; take one of {list(columns)}."
         )
     named_split = replace(split, column=name)
+    # All ratings are one block.
     (parts,) = named_split.parts(np.array([len(data.users)]), lambda _: pa.array(columns[name or "user"]))
     return parts
 
@@ -284,5 +288,6 @@ def is_last_share(users: Ints, share: int) -> Bools:
     """
     _, first, counts = np.unique(users, return_index=True, return_counts=True)
     stops = np.repeat(first + counts, counts)
+    # Users are contiguous: the last ratings of a user end at ``stops``.
     held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // share, counts)
     return held_out

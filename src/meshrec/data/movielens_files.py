@@ -44,6 +44,7 @@ def load_packaged(faults: Faults) -> RawRatings:
     table = pa.Table.from_pandas(frame, preserve_index=False)
     ratings = table.select(["userId", "movieId", "rating", "timestamp"])
     every_movie = table.select(["movieId", "genres", "year"])
+    # Without threads, groups keep the order of first appearance.
     movies = every_movie.group_by("movieId", use_threads=False).aggregate(
         [("genres", "first"), ("year", "first")]
     )
@@ -69,6 +70,7 @@ def load_folder(folder: Path, faults: Faults) -> RawRatings:
         ("u.data", _load_100k),
         ("*.inter", _load_recbole),
     ]
+    # The first format with a file is used.
     for pattern, load in loaders:
         for file in sorted(folder.glob(pattern)):
             return load(file, faults)
@@ -107,6 +109,7 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
     if movies is None:
         return RawRatings(file.parent.name, ratings, _no_movies(ratings))
     flags = np.stack([pc.equal(movies[name], "1").to_numpy(zero_copy_only=False) for name in names], axis=1)
+    # List offsets: a movie has as many genres as flags.
     ends = np.concatenate([[0], np.cumsum(flags.sum(1))])
     names_of_flags = pa.array(names).take(pa.array(np.nonzero(flags)[1]))
     genres = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), names_of_flags)
@@ -131,6 +134,7 @@ def _load_recbole(file: Path, faults: Faults) -> RawRatings:
     if movies is None:
         return RawRatings(file.parent.name, ratings, _no_movies(ratings))
     year = movies["release_year:token"]
+    # Some entries are not years.
     year = pc.if_else(pc.match_substring_regex(year, r"^\d{4}$"), year, pa.scalar(None, pa.string()))
     genres = _genres(movies["class:token_seq"], " ")
     table = {"movie": movies["item_id:token"], "genres": genres, "year": year.cast(pa.int64())}

@@ -72,6 +72,7 @@ def _label_of_values(profile: Profile, name: str, task: Task | None) -> tuple[La
     values = values[np.isfinite(values)]
     if task == "number":
         return Label(column=name, kind="number"), f"a number from {column.low:g} to {column.high:g}"
+    # All values are in [0, 1]: probabilities, or 0 and 1.
     is_share = column.low is not None and column.high is not None and column.low >= 0 and column.high <= 1
     if is_share and (column.distinct > 2 or (column.low, column.high) == (0, 1)):
         return Label(column=name), f"binary: {values.mean():.1%} of the rows have 1"
@@ -106,6 +107,7 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
     if len(values) > 2 or task == "classes":
         classes = tuple(sorted(values))
         return Label(column=name, kind="class", classes=classes), f"one of {len(classes)} classes"
+    # A negation sorts first: False is less than True.
     negative, positive = sorted(values, key=lambda value: (_NEGATION.match(value) is None, value))
     num_rows = counts.counts.to_numpy()
     share = num_rows[values.index(positive)] / num_rows.sum()

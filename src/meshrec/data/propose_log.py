@@ -58,6 +58,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
     """
     faults = Faults("raise")
     table = read_columns(paths, columns.names(), columns.kinds(), form)
+    # Messages for the user, in the order of the checks.
     reasons = []
     if columns.time in table.column_names:
         columns, reason = _with_unit(table[columns.time].combine_chunks(), columns)
@@ -65,6 +66,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
     rows = counted_rows(LogTable(str(paths), table, columns, paths), faults).table
     users, items = (_sorted_codes(rows[name]) for name in (columns.user, columns.item))
     times = microseconds_of(rows[columns.time].combine_chunks(), columns.time_unit)
+    # The last key is the primary one: sort by user, then by time. Ties keep the data order.
     order = np.lexsort((times, users))
     users, items, times = users[order], items[order], times[order]
     lengths = np.bincount(users)
@@ -74,6 +76,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
             "no histories to learn from. Look whether the columns of user and item are the right ones."
         )
     columns, tie_reasons = _with_ties(users, items, times, columns)
+    # A pair of user and item as one integer.
     repeated = 1 - len(np.unique(users * (int(items.max()) + 1) + items)) / len(users)
     reasons += [*tie_reasons, *_rare(items, columns)]
     if repeated > _REPEATED:
@@ -120,6 +123,7 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
     Returns:
         The columns, and remarks for the user.
     """
+    # Rows with the user and time of the row before.
     tied = (users[1:] == users[:-1]) & (times[1:] == times[:-1])
     if tied.mean() <= _TIED:
         return columns, []
@@ -152,6 +156,7 @@ def _sorted_codes(column: pa.ChunkedArray) -> Ints:
     """Number the distinct values of a column in ascending order, and return the number per row, int64 [n]."""
     encoded = column.combine_chunks().dictionary_encode()
     position = np.empty(len(encoded.dictionary), np.int64)
+    # Rank of every dictionary value.
     position[pc.sort_indices(encoded.dictionary).to_numpy()] = np.arange(len(position))
     codes: Ints = position[encoded.indices.to_numpy()]
     return codes

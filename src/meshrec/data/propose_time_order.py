@@ -73,6 +73,7 @@ class TimeOrder(NamedTuple):
         ranks[np.argsort(times, kind="stable")] = np.arange(len(times))
         # The rows were sampled in random order, so their positions split them by chance.
         positions = [order / max(len(times), 1) for order in (ranks, np.arange(len(times)))]
+        # Training and test mask by time, then by chance, in the order of the fields.
         masks = [mask for shares in positions for mask in (shares < _TRAINING, shares >= 1 - _TEST)]
         order = cls(ranks, *masks)
         return order if order.test.sum() >= _MIN_ROWS else None
@@ -98,6 +99,7 @@ class TimeOrder(NamedTuple):
             array: value per sampled row, an Arrow array [n].
             is_present: whether the row has a value, [n].
         """
+        # Ranks, so text and numbers are compared alike.
         values = np.asarray(pc.rank(array, sort_keys="ascending", tiebreaker="dense"))[is_present]
         if len(values) < 2 or values.min() == values.max():
             return False
@@ -171,6 +173,7 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
     if column.kind in ("integer", "text"):
         hashes, missing = hashes_and_missing(array)
         is_present = np.ones(len(hashes), dtype=bool) if missing is None else ~missing
+        # IDs drift only if they have few values, or are ordered in time.
         if column.distinct <= _FEW_VALUES or order.is_ordered(decoded(array), is_present):
             shares.append(order.new_share(hashes, is_present))
     if column.kind in ("integer", "number"):

@@ -228,6 +228,7 @@ def void_samples(num: int, shape: Shape) -> Samples:
     return Samples(
         np.zeros((num, shape.num_dense), np.float32),
         np.zeros((num, shape.num_labels)[: 1 + (shape.num_labels > 1)], np.float32),
+        # All keys share these arrays, because they have no IDs.
         (ids,) * shape.num_keys,
         np.zeros(num, np.bool_),
         weights=np.zeros(num, np.float32) if shape.has_weights else None,

@@ -59,8 +59,10 @@ def synthetic_log(
             f"third of num_items {num_items}; num_users is {num_users}."
         )
     rng = np.random.default_rng(seed)
+    # Groups have equal sizes, up to one item, and items of a group are spread over the IDs.
     group_I = rng.permutation(num_items) % num_groups
     share_I = 1.0 / (1 + rng.permutation(num_items) // num_groups)
+    # Shares add up to 1 within a group.
     for group in range(num_groups):
         share_I[group_I == group] /= share_I[group_I == group].sum()
     transitions_GG = rng.dirichlet(np.full(num_groups, 0.3), num_groups)
@@ -69,11 +71,13 @@ def synthetic_log(
     users = np.arange(num_users)
     items = [rng.integers(0, num_items, num_users)]
     for _ in range(length - 1):
+        # The previous item is not drawn again.
         left_UI[users, items[-1]] = 0.0
         chances_UI = chances_GI[group_I[items[-1]]] * left_UI
         chances_UI /= chances_UI.sum(1, keepdims=True)
         below = chances_UI.cumsum(1) < rng.random((num_users, 1))
         items.append(np.minimum(below.sum(1), num_items - 1))
+    # ``chances_UI`` is for the last item: the best ranking has the k most likely items first.
     best = float(np.sort(chances_UI, axis=1)[:, -k:].sum(1).mean())
     steps = 1_600_000_000 + rng.integers(0, 86_400, num_users) + 3_600 * np.arange(length)[:, None]
     order = np.argsort(steps.reshape(-1), kind="stable")

@@ -92,6 +92,7 @@ class ArrowSource(EncodedRows, Tables, Source):
         if not self._tables:
             raise DataError(f"{[name for name, _ in tables]} have no rows. Give some.")
         for name, table in self._tables:
+            # The first message is enough.
             for wrong in schema.wrong_columns(table.schema):
                 raise DataError(f"{name}: {wrong}. Give it as the schema says.")
         # Block k is table k.
@@ -118,6 +119,7 @@ class ArrowSource(EncodedRows, Tables, Source):
     def pieces(self, block: int, skip: int, size: int) -> Generator[Samples, None, None]:
         name, table = self._tables[block]
         table = table.select(list(self._schema.columns()))
+        # Placeholders keep the positions of the samples that follow.
         yield void_samples(skip, self.shape)
         for row in range(skip, table.num_rows, size):
             yield self._schema.encode(table.slice(row, size), RowOrigin(name, row, name), self._faults)
@@ -170,6 +172,7 @@ def table_dataset(
     """
     check_seed(seed)  # before the first pass over the files
     faults = Faults(on_error)
+    # None] | In the order of `Part`.
     sources: Sequence[Source | None]
     if split is None:
         paths = (train, validation, test)

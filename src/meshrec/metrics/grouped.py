@@ -156,8 +156,10 @@ def bootstrap(
     for _ in range(num if num_samples else 0):
         while not (counts := rng.poisson(1.0, num_samples)).any():
             pass
+        # A metric may be missing from some resamples.
         for name, value in metrics(torch.from_numpy(counts).double()).items():
             draws.setdefault(name, []).append(value)
+    # Equal shares are cut off below and above.
     edges = (0.5 - confidence / 2, 0.5 + confidence / 2)
     return {
         name: Interval(*(float(edge) for edge in np.quantile(values, edges)))

@@ -53,6 +53,7 @@ def metric_of(name: str) -> Metric:
 
 def metric_title(name: str) -> str:
     """Return a metric's display name: ``auc`` gives "AUC", ``ndcg@10`` gives "NDCG@10"."""
+    # The cutoff after @ belongs to the title, too.
     _, at, k = name.partition("@")
     title = metric_of(name).title
     return title if title == name else f"{title}{at}{k}"
@@ -78,6 +79,7 @@ def quality(metrics: Mapping[str, float]) -> float | None:
     name = leading_metric(metrics)
     if name is not None:
         value = metrics[name]
+    # Only regression has an RMSE.
     elif "loss" in metrics and "rmse" in metrics:
         value = -metrics["loss"]
     else:

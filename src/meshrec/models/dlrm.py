@@ -55,6 +55,7 @@ class SparseArch(nn.Module):
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
+        # Embeddings are stacked, so they need the same width.
         configs = embedding_bag_collection.embedding_bag_configs()
         dims = {config.embedding_dim for config in configs}
         if len(dims) != 1:

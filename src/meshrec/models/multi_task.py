@@ -184,6 +184,7 @@ class MultiTask(nn.Module):
         super().__init__()
         self.embedding_bag_collection = embedding_bag_collection
         self.mixture = mixture
+        # A logit per task.
         self.towers = nn.ModuleList(OverArch(mixture_out, [*tower_layer_sizes, 1]) for _ in range(num_tasks))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:

@@ -378,6 +378,7 @@ class BruteForceIndex:
                 f"there must be one id per vector and chunk >= 1, got {len(vectors_IV)} vectors, "
                 f"{None if ids_I is None else len(ids_I)} ids, chunk {chunk}."
             )
+        # The index keeps references, and does not copy vectors.
         self._vectors = vectors_IV
         self._ids = torch.arange(len(vectors_IV), device=vectors_IV.device) if ids_I is None else ids_I
         self._chunk = chunk

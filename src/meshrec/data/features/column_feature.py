@@ -52,8 +52,10 @@ def wrong_kind(
     kind = kinds[feature.source]
     if part is not None and kind == "text" and feature.found in (None, "text", "time"):
         return None
+    # Fitted on times as text, and now parsed already.
     if part is not None and (kind, feature.found) == ("time", "text"):
         return None
+    # Integers with nulls may be floats in some files.
     is_same = kind == feature.found or {kind, feature.found} in (
         {"integer", "number"},
         {"list of integer", "list of number"},
@@ -136,6 +138,7 @@ def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
         )
     return kind(
         **{
+            # JSON has no tuples, which frozen dataclasses need as fields.
             name: tuple(value) if isinstance(value, list) else value
             for name, value in saved.items()
             if name != "type"

@@ -159,6 +159,7 @@ class Buckets(IdFeature):
         """Table rows."""
         need_fitted(self)
         assert self.edges is not None
+        # n edges divide numbers into n + 1 buckets. Row 0 is for missing values.
         return len(self.edges) + 2
 
     def fitted(self, sample: Any) -> "Buckets":

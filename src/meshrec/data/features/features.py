@@ -108,6 +108,7 @@ class Features(Encoding):
 
     def __post_init__(self) -> None:
         if not self.num_labels:
+            # The only way to assign on a frozen dataclass.
             object.__setattr__(self, "num_labels", len(self.labels))
         dotted = [feature for feature in self.ids if "." in (feature.table or feature.name)]
         if dotted:
@@ -138,6 +139,7 @@ class Features(Encoding):
         for feature in self.ids:
             if not isinstance(feature, Vocabulary):
                 continue
+            # The first vocabulary with this table, with which the others are compared.
             other = first.setdefault(feature.table or feature.name, feature)
             for name in options:
                 value, other_value = getattr(feature, name), getattr(other, name)
@@ -304,6 +306,7 @@ class Features(Encoding):
         """
         checks = RowChecks(origin, np.ones(table.num_rows, np.bool_), faults)
         dense, ids, *_ = self.inputs(table, checks)
+        # NaN where the data has no labels, as for scoring.
         labels = np.full((table.num_rows, self.shape.num_labels), np.nan, np.float32)
         for position, label in enumerate(self.labels):
             labels[:, position] = label.encode(table[label.column], checks)
@@ -339,6 +342,7 @@ class Features(Encoding):
         shared = pa.table({}) if shared is None else plain_table(shared)
         columns = RequestColumns(plain_table(table), shared, self.joins)
         tables = [columns.table_of(feature.columns()) for feature in self.numbers]
+        # Dense values are one matrix, so they are shared only if all columns are.
         is_dense_shared = bool(tables) and all(feature is columns.shared for feature in tables)
         dense = np.empty((1 if is_dense_shared else table.num_rows, len(tables)), np.float32)
         for position, (number, read) in enumerate(zip(self.numbers, tables, strict=True)):
@@ -409,6 +413,7 @@ class Features(Encoding):
             DataError: a column has nothing to fit on, or a vocabulary exceeds the table.
         """
         features: list[ColumnFeature] = []
+        # By table, because features with the same table have the same vocabulary.
         counts = self._counts_of_tables(state)
         for feature in self.features:
             kind = kind_of(schema.field(feature.source).type) if feature.source in schema.names else None

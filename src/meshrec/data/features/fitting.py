@@ -56,6 +56,7 @@ def fit_features(
     ]
     # States merge exactly in any order, so the engine may run blocks anywhere.
     for block_state in engine(functools.partial(_fit_block, source, features), blocks):
+        # A block may have no training rows.
         if block_state is not None:
             state = block_state if state is None else state.merged(block_state)
     if state is None:

@@ -122,6 +122,7 @@ class IdFeature(ABC):
             ValueError: the value has another kind than the column.
         """
         need_fitted(self)
+        # A null needs a type to be hashed or converted.
         null = pa.string() if "text" in self.allowed else pa.int64()
         array = pa.nulls(1, null) if value is None else array_of([value])
         wrong = self.kind_error({self.source: _with_list(kind_of(array.type), self.found)})
@@ -224,6 +225,7 @@ class IdFeature(ABC):
         lengths = np.diff(ragged.offsets)
         if lengths.max(initial=0) <= self.max_length:
             return ragged
+        # Long lists only lose values at one end, so they stay ranges.
         shorter = np.minimum(lengths, self.max_length)
         starts = ragged.offsets[:-1] if self.keep == "first" else ragged.offsets[1:] - shorter
         return ragged.ranges(starts, shorter)

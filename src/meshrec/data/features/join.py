@@ -68,6 +68,7 @@ class Join:
         is_match = sorted_hashes[positions] == hashes
         # Null has the hash for 0 or the empty string, but must not match.
         is_match &= ~_without_value(table[self.key])
+        # Taking a null index gives null.
         rows = pa.array(order[positions], mask=~is_match)
         for name in self.columns:
             table = table.append_column(name, items[name].combine_chunks().take(rows))

@@ -60,12 +60,14 @@ class Key(IdFeature):
                 f"{self.evict!r} and {self.min_count}."
             )
         try:
+            # Checks the remaining options.
             self.keys()
         except ValueError as error:
             raise ValueError(f"feature {self.name!r}: {error}") from error
 
     def keys(self) -> HashedKeys:
         """Return the hashed table options."""
+        # Without admission, the first occurrence gets a row.
         admit = MinCount(self.min_count) if self.min_count > 1 else None
         return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
 
@@ -82,6 +84,7 @@ class Key(IdFeature):
         """Return the key per value, int64 [n]."""
         if kind_of(array.type) == "text":
             hashes, missing = hashes_and_missing(array)
+            # A copy, because missing keys are written below.
             keys = hashes.view(np.int64).copy()
         else:
             array = decoded(array)

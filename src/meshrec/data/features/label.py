@@ -45,6 +45,7 @@ class Label:
     missing: Literal["raise", "skip"] = "raise"
 
     def __post_init__(self) -> None:
+        # JSON has lists. On a frozen dataclass, only object.__setattr__ can assign.
         object.__setattr__(self, "classes", tuple(self.classes))
         if self.kind not in get_args(LabelKind):
             raise ValueError(
@@ -66,6 +67,7 @@ class Label:
                 f"{list(self.classes)!r:.100}: both say which rows are positive. Leave one of them out."
             )
         num = len(set(self.classes))
+        # Per kind, whether the number of classes fits. Other kinds must not have classes.
         allowed = {"class": num > 1, "binary": len(self.classes) == num and num in (0, 2)}
         if not allowed.get(self.kind, num == 0):
             raise ValueError(
@@ -107,6 +109,7 @@ class Label:
 
     def _hits(self, array: Any) -> Bools:
         """Return whether a row has a class, for all n rows and C classes, bool [n, C]."""
+        # Hashes, so values match whatever the width or string type of the column is.
         names = [hashes_of(array_of([value]))[0] for value in self.classes]
         hits: Bools = hashes_of(array)[:, None] == np.array(names, np.uint64)
         missing = is_missing(array)
@@ -133,6 +136,7 @@ class Label:
         labels = values.astype(np.float32)
         if self.kind == "binary":
             good = (labels >= 0) & (labels <= 1)
+            # Only valid rows: a missing label was reported above.
             bad = checks.valid & ~good
             if bad.any():
                 problem = (

@@ -104,6 +104,7 @@ class Number:
         """
         feature = replace(self, found=kind_of(sample.type))
         values = floats_of(sample, self.part, self.unit, self.time_format)
+        # Infinity is damage, which `encode` reports.
         values = feature._plain(values[~np.isinf(values)])
         values = values[np.isfinite(values)]
         if not len(values):

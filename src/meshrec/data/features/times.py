@@ -68,6 +68,7 @@ class Times(IdFeature):
             seconds_N: timestamps in all rows.
             offsets: start of every row in ``seconds_N``, and the end of the last row.
         """
+        # Whether time decreases from one value to the next.
         falls = np.diff(seconds_N) < 0
         inner = offsets[(offsets > offsets[0]) & (offsets < offsets[-1])] - offsets[0]
         # A decrease between the lists of two rows is fine.
