@@ -138,6 +138,7 @@ class ClickTowersConfig(TableOptions, ModelConfig):
         Raises:
             ValueError: no feature belongs to the item.
         """
+        # The item tower needs at least one feature.
         items = self.item_features or ((dataset.item,) if dataset.item is not None else ())
         if not items:
             raise ValueError(
@@ -181,6 +182,7 @@ class MultiTaskConfig(TableOptions, ModelConfig):
                 "labels, or use another model."
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
+        # Input width of the experts: dense values, and one pooled embedding per feature.
         width = dataset.num_dense + self.embedding_dim * len(dataset.features)
         # PLE has half as many shared experts, and the same number for every task.
         half = self.num_experts // 2
@@ -290,6 +292,7 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
     Raises:
         ValueError: the dataset does not have exactly one such pair of features.
     """
+    # A feature without a table name has a table of its own name.
     table_of = {feature.name: feature.table or feature.name for feature in dataset.features}
     items = [feature.name for feature in dataset.features if not feature.sequence]
     pairs = [

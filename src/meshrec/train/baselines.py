@@ -72,6 +72,8 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
         for label, result in zip(dataset.labels, results, strict=True):
             for data, metrics in result.quality.items():
                 of_label = {f"{label}/{name}": value for name, value in metrics.items()}
+                # The first label's metrics come without a prefix; later labels only add metrics with a
+                # prefix.
                 quality[data] = {**(quality.get(data) or metrics), **of_label}
         yield Baseline(results[0].name, quality, {})
 
@@ -112,6 +114,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
             baseline.curves[data] = binary_curves(score_histograms(*scored))
         return baseline
 
+    # The baselines are yielded one by one, so that the caller can report each before the next is fitted.
     yield evaluated("global mean", lambda batch: torch.logit(mean).expand(len(batch)))
     if dataset.item is not None:
         yield evaluated("item popularity", _popularity(dataset, train))
@@ -170,6 +173,7 @@ def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
     items = train.sparse[item]
     samples = torch.repeat_interleave(torch.arange(len(train)), items.lengths())
     weights = weights_of(train)
+    # Weighted numbers of training samples, and of positive samples, by item.
     count = torch.bincount(items.values(), weights=weights[samples], minlength=rows)
     positive = torch.bincount(items.values(), weights=(train.labels * weights)[samples], minlength=rows)
     # Smooth with a prior at the global mean, so that rare items do not get a rate of 0 or 1.

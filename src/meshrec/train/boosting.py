@@ -117,6 +117,7 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
         ModuleNotFoundError: LightGBM is not installed.
         ValueError: a label is neither 0 nor 1. LightGBM would read all labels above 0 as 1.
     """
+    # LightGBM would silently read such labels as 1.
     between = train.labels[(train.labels != 0) & (train.labels != 1)]
     if len(between):
         raise ValueError(
@@ -127,9 +128,11 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
     before = area_under_curve(judged.logits, judged.labels, judged.weights)
     if before is None:
         return BoostedModel(1.0, 0.0, [], (0, 0))
+    # First half: trees that start from the model's logits.
     residual, added = _fit_trees(train, judged, num_trees - num_trees // 2, seed)
     logits = judged.logits + added
     after = _area_under_curve(logits, judged)
+    # Residual trees that do not help are dropped.
     if after <= before:
         residual, logits, after = [], judged.logits, before
     bias = _bias(train)

@@ -54,6 +54,7 @@ class BuiltModel(NamedTuple):
         """Return the parameter counts in all tables (on all ranks together), and in the dense part."""
         tables = 0
         for module in self.model.modules():
+            # Pooled and unpooled collections name their configurations differently.
             for name in ("embedding_bag_configs", "embedding_configs"):
                 if hasattr(module, name):
                     tables += sum(
@@ -84,6 +85,7 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
     model = recipe.model.build(dataset)
     for module in model.modules():
         if isinstance(module, StepSamples):
+            # Some modules need the sample counts of all ranks in a step.
             module.join(ranks.env.world)
     make = _build_sharded if recipe.placement.sharded else _build_unsharded
     built = make(recipe, model, dataset, ranks)
@@ -172,6 +174,7 @@ def _with_optimizers(
     """
     on_cpu = all(parameter.is_cpu for parameter in dense_parameters.values())
     dense = KeyedOptimizerWrapper(dense_parameters, _dense_optimizer_factory(recipe.dense, fused=on_cpu))
+    # Table rows are updated in backward or by this optimizer's step; see `_update_mode`.
     optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
     limit = recipe.training.clip_norm
     if limit is not None:

@@ -108,6 +108,7 @@ class ClickLog(DataSource):
         return Frame(
             train=self.table(data, features),
             features=features_of_clicks(self.columns, self.label, self.history),
+            # Later rows are held out, because histories must not contain future clicks.
             split_by="time",
             split_column=self.columns.time,
             split_validation=self.validation_share,

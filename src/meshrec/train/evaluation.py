@@ -41,6 +41,7 @@ class OutputWindow:
 
     def take(self, ranks: Ranks) -> dict[str, float]:
         """Return metrics over the collected samples on all ranks, and clear the window. Collective."""
+        # Clear the window first, so that an error does not count outputs twice.
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([output.logits for output in outputs]).cpu()
         labels = torch.cat([output.labels for output in outputs]).cpu()
@@ -81,6 +82,7 @@ class Scored(NamedTuple):
     @classmethod
     def concat(cls, parts: "Sequence[Scored]") -> "Scored":
         """Concatenate the samples from several batches or ranks."""
+        # Readers either number all rows or none.
         rows = [part.rows_B for part in parts if part.rows_B is not None]
         return cls(
             torch.cat(rows) if rows else None,

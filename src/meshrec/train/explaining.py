@@ -90,6 +90,7 @@ def explain(
     batches = list(_first_batches(reader, ranks))
     model.eval()
     try:
+        # Metrics of the unchanged data, against which permutations are compared.
         plain = _logits(model, batches, ranks)
         labels = torch.cat([batch.labels for batch in batches])
         weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
@@ -113,8 +114,10 @@ def explain(
     # Metrics by feature value exist for clicks only.
     has_slices = isinstance(loss, BinaryCrossEntropy)
     names = [feature.name for feature in dataset.features] if has_slices else []
+    # Only the most important features get metrics by value; see `_MAX_SLICED`.
     names.sort(key=lambda name: -importance.get(name, 0.0))
     ids = {name: _table_rows(batches, name) for name in names}
+    # A rank may have no samples, and then tensors of another shape.
     by_rank = [values for values in ranks.collect((plain, labels, ids, weights)) if len(values[1])]
     plain, labels = (torch.cat([values[part] for values in by_rank]) for part in (0, 1))
     weights = concat_weights([(values[3], len(values[1])) for values in by_rank])

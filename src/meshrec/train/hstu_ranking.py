@@ -84,6 +84,7 @@ class HSTURankerConfig(ModelConfig):
         Raises:
             ValueError: no sequence shares a table with a feature, or the history length is unknown.
         """
+        # Features without a table, such as times, are not embedded.
         read = [feature for feature in dataset.features if feature.num_embeddings]
         single = {feature.table or feature.name: feature.name for feature in read if not feature.sequence}
         sequences = [feature for feature in read if feature.sequence]
@@ -94,6 +95,7 @@ class HSTURankerConfig(ModelConfig):
                 f"table of a feature of the item; its sequences are {[feature.name for feature in sequences]}"
                 ". Set sequence, table and max_length of a Feature."
             )
+        # The same order as `history`: a candidate's features must match those of history items.
         candidates = [single[feature.table or feature.name] for feature in history]
         features = RankerFeatures(
             contextual=tuple(name for name in single.values() if name not in candidates),

@@ -88,6 +88,7 @@ class WeightsEvaluator:
 
         for module in self._model.modules():
             if isinstance(module, RepeatScores):
+                # Tries several settings, each with a full evaluation.
                 module.choose(measured)
 
     def reevaluate(self, weights_step: int, step: int) -> None:

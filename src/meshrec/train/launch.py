@@ -74,6 +74,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    # The launcher reports the first error itself; torch's own messages would repeat it with tracebacks.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Without this limit, every rank would start as many threads as there are cores.
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
@@ -99,6 +100,7 @@ def launch(
         except SignalException as stopped:
             return LaunchResult(128 + int(stopped.sigval), None)
         finally:
+            # Also removes variables that the launcher or torch has added.
             os.environ.clear()
             os.environ.update(before)
     return LaunchResult(0, None)
@@ -166,6 +168,7 @@ def _killing_stragglers(
                 with contextlib.suppress(OSError, ValueError):
                     _kill(int(folder.process(rank).read_text()), rank)
                     folder.discard(folder.process(rank))
+            # Ranks stopped by SIGSTOP never fail by themselves.
             for pid, rank in stopped.poll():
                 with contextlib.suppress(OSError):
                     _kill(pid, rank)
@@ -194,6 +197,7 @@ def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
     first = min(failed_at.values())
     if time.time() - first < _GRACE_SECONDS:
         return []
+    # Ranks without an error file are still running, or have ended without an error.
     waiting = [rank for rank, at in failed_at.items() if at == math.inf]
     return [rank for rank in waiting if _modified_time(folder.process(rank)) < first]
 
@@ -228,6 +232,7 @@ def first_error(
         path = folder.error(rank)
         if path.is_file():
             errors.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
+    # The other ranks' errors follow from the first: their connections to the failed rank were closed.
     causes = [entry for entry in errors if not _is_lost_peer(entry[2])]
     if not causes and silent:
         ranks = ", ".join(map(str, sorted(silent)))

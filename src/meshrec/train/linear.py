@@ -129,6 +129,7 @@ def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: 
         for feature in table.feature_names:
             jagged = samples.sparse[feature]
             lengths = jagged.lengths()
+            # The clamp avoids a division by 0 for empty bags, which have no entries anyway.
             share = 1.0 / lengths.clamp(min=1).double()
             weights = torch.repeat_interleave(
                 share if table.pooling is PoolingType.MEAN else share**0, lengths
@@ -137,6 +138,7 @@ def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: 
             ends = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
             of_feature = (weights.numpy(), jagged.values().int().numpy(), ends.int().numpy())
             of_table.append(sparse.csr_matrix(of_feature, shape=(num_samples, table.num_embeddings)))
+        # With shared columns, the matrices of a table's features are added.
         parts += [sum(of_table[1:], of_table[0])] if shared else of_table
     last = torch.cat([dense.double(), torch.ones(num_samples, 1, dtype=torch.float64)], dim=1)
     return sparse.hstack([*parts, sparse.csr_matrix(last.numpy())], format="csr")
@@ -199,6 +201,7 @@ def fit_regression(
         # With only one class there is no AUC to select by. Keep the strongest penalty, which was tried first.
         if auc is None:
             return Regression(last, penalty)
+        # A weaker penalty does not help any more; penalties are sorted.
         if auc <= best:
             break
         best, best_fit = auc, Regression(last, penalty)
@@ -266,6 +269,7 @@ def _fit(
         gradient = (transposed @ errors + penalized * coefficients) * scale
         return float(losses @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num
 
+    # `start` has unscaled weights.
     first = np.zeros(data.shape[1]) if start is None else start / scale
     options = {"maxiter": _ITERATIONS, "maxcor": 8, "gtol": 1e-6, "ftol": tolerance}
     # L-BFGS vectors are short: BLAS threads would spin between calls, for two thirds of the CPU time.

@@ -279,6 +279,7 @@ class BooksRatings(LogSource, DataSource):
         names = ["user", "item", "rating", "time"]
         table = csv.read_csv(file, csv.ReadOptions(column_names=names))
         kinds = [str(kind) for kind in table.schema.types]
+        # Another file of the same name could have other columns.
         if kinds[:2] != ["string", "string"] or kinds[3] != "int64":
             raise DataError(
                 f"{file}: its columns are {kinds}, and must be user, book, rating and time in seconds, "

@@ -347,6 +347,7 @@ def ensemble_loss(loss: Loss, outputs: Tensor, labels: Tensor, weights: Tensor |
         outputs, labels = (_zero_unweighted(values, weights) for values in (outputs, labels))
     if outputs.dim() < 3:
         return loss.sum(outputs, labels, weights)
+    # Members are trained on the same samples, each with its own loss.
     losses = [loss.sum(squeeze_outputs(member), labels, weights) for member in outputs.unbind(2)]
     return torch.stack(losses).mean()
 
@@ -471,6 +472,7 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
     if weights is not None:
         losses = losses * weights[first]
     of_query = torch.unique(queries, return_inverse=True)[1][first]
+    # Pairs per query, by which the query's loss is divided. Queries without pairs have no loss.
     num_pairs = torch.bincount(of_query, minlength=1)
     return (losses / num_pairs[of_query]).sum()
 
@@ -495,6 +497,7 @@ def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
     shifted = scores - highest[of_query]
     total = scores.new_zeros(num).index_add(0, of_query, shifted.exp())
     logs = shifted - total.log()[of_query]
+    # Weights scale the numerator only, so that a query with weight w counts w times as much.
     gains = labels if weights is None else labels * weights
     shares = gains / scores.new_zeros(num).index_add(0, of_query, labels).clamp(min=1e-12)[of_query]
     return -(shares * logs).sum()

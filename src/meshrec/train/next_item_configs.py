@@ -48,6 +48,7 @@ class NextItemConfig(ABC):
         """Build the model for a dataset, with the item table on ``meta``; see `HistoryParts.of`."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = HistoryParts.of(dataset, options.pop("embedding_dim"), options.pop("table_std"))
+        # Only some configurations have the option `times`.
         times = dataset.times if options.pop("times", False) else None
         return self.model(
             parts.table,
@@ -164,6 +165,7 @@ class HistoryParts(NamedTuple):
             )
         items = None
         if dataset.catalogue is not None:
+            # Catalog features have one value per item.
             ids_I = dataset.catalogue[item].values().long()
             items = ItemCatalogue(ids_I, dataset.item_counts, dataset.new_user_scores)
         return HistoryParts(

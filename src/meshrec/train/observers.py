@@ -185,6 +185,7 @@ class TensorBoardObserver:
             tag = event.line.get("kind", "train")
             try:
                 for name, value in event.line.items():
+                    # Counters such as step and samples are integers, and are not worth a chart.
                     if isinstance(value, float):
                         self._writer.add_scalar(f"{tag}/{name}", value, event.line["step"])
                 self._writer.flush()

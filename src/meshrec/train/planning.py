@@ -151,9 +151,11 @@ def make_plan(
                 f"placement.plan {recipe.placement.plan} is not a file; save one with `meshrec plan`."
             )
         return _check_wire_formats(load_plan(recipe.placement.plan), recipe)
+    # With auto, the planner itself chooses wire formats within the recipe's bound.
     is_auto = recipe.placement.wire == AUTO
     constraints = constraints_of(recipe, model, dataset, world_size=topology.world_size)
     if effort is None:
+        # Limit work instead of time, so that the plan does not depend on the machine's speed.
         work = min(DEFAULT_EFFORT.max_work, _WORK_PER_TABLE * len(constraints))
         effort = DEFAULT_EFFORT._replace(max_work=work)
     planner = EmbeddingShardingPlanner(

@@ -117,6 +117,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
         batches = list(
             islice(reader.batches(_CHECKED_BATCH, rank=ranks.rank, world_size=ranks.size), _CHECKED_BATCHES)
         )
+        # In this order, `values` is (bf16, fp32).
         values = [_compute_loss(model, batches, ranks, loss, bf16=bf16) for bf16 in (True, False)]
     finally:
         model.train()

@@ -73,6 +73,7 @@ def csv_to_parquet(
         ) as reader,
         pq.ParquetWriter(out, reader.schema) as writer,
     ):
+        # Arrow reads a block of the file at a time.
         for block in reader:
             writer.write_batch(block)
             rows += block.num_rows

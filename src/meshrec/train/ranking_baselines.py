@@ -98,6 +98,7 @@ class _Judge:
         self._ids_I = dataset.catalogue[dataset.item].values().long()
         # Rows per dense block of scores.
         self._block = max(_BLOCK // len(self._ids_I), 1)
+        # Exactly one sequence feature has a table: the item history. Times have none.
         (self._history,) = (
             feature.name for feature in dataset.features if feature.sequence and feature.num_embeddings
         )
@@ -154,6 +155,7 @@ class _Judge:
             at = np.arange(len(cosines))
             # An item is not a neighbor of itself.
             cosines[at, first + at] = 0.0
+            # The num-th largest cosine in every row. Ties with it are kept.
             threshold = np.partition(cosines, -min(num, cosines.shape[1]), axis=1)[
                 :, -min(num, cosines.shape[1])
             ]
@@ -207,6 +209,7 @@ class _Judge:
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
             rows = counts[self._indices(last_ids(history)).numpy()].toarray()
+            # Without a history, there is no last item. `last_ids` has given some ID for it.
             rows[history.lengths().numpy() == 0] = 0.0
             return rows
 
@@ -226,6 +229,7 @@ class _Judge:
             part = self._had(batch)[-first % every :: every]
             first, num = first + len(batch), num + part.nnz
             parts.append(part)
+            # Drop every second user until the remaining pairs fit.
             while num > _MAX_PAIRS and sum(part.shape[0] for part in parts) > 1:
                 parts, every = [sparse.vstack(parts).tocsr()[::2]], 2 * every
                 num = parts[0].nnz

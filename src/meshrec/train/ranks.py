@@ -60,6 +60,7 @@ class Ranks:
         """Return rank 0's value on every rank. Collective. The value must be picklable."""
         if self.control is None:
             return value
+        # broadcast_object_list replaces the element on the other ranks.
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]

@@ -181,6 +181,7 @@ class _Reporter:
         except ValueError:
             return None
         step = int(checkpoint.name.removeprefix("step-"))
+        # Ray must get every checkpoint only once.
         if step <= self.reported:
             return None
         self.reported = step
@@ -195,6 +196,7 @@ def _train(config: dict[str, Any]) -> None:
     """
     # Restarted workers find their run folder by this ID.
     os.environ[LAUNCH_VARIABLE] = config["launch"]
+    # torch may have been imported before Ray set the variable.
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         torch.set_num_threads(int(threads))
@@ -205,6 +207,7 @@ def _train(config: dict[str, Any]) -> None:
         return lambda event: None
 
     summary = run_rank(replace(config["job"], on_event=reporter), screen)
+    # An exception makes Ray restart the workers, up to max_failures times.
     if summary["state"] == "failed":
         raise RuntimeError(summary["error"])
 
@@ -235,12 +238,14 @@ def _torch_config() -> Any:
                         "MASTER_PORT": str(port),
                         "RANK": str(rank),
                         "WORLD_SIZE": str(size),
+                        # Index among the workers on the same node.
                         "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
                         "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
                     },
                 )
                 for rank in range(size)
             ]
+            # Raises if a worker could not join.
             ray.get(formed)
 
     class Config(config.TorchConfig):  # type: ignore[misc]

@@ -482,6 +482,7 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, kind):
                 continue
+            # A common mistake: the class DLRMConfig instead of an instance DLRMConfig().
             is_class = isinstance(value, type)
             given = f"the class {value.__name__}" if is_class else repr(value)
             lacks_call = is_class and issubclass(value, kind)
@@ -499,6 +500,7 @@ class Recipe:
         training = self.training
         if isinstance(self.data, TableSource):
             _check_labels(self.data.features, self.loss)
+        # Every rank gets an equal share of a batch.
         if training.batch_size % world_size:
             below = training.batch_size - training.batch_size % world_size
             choices = f"{below} or {below + world_size}" if below else world_size

@@ -182,6 +182,7 @@ def _recipes_of_file(name: str) -> list[str]:
         body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
     except (OSError, ValueError, SyntaxError):
         return []
+    # The file is parsed, not executed: a file is executed only if the user names a function in it.
     functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
     recipes = [node for node in functions if node.returns and ast.unparse(node.returns).endswith("Recipe")]
     return [f"{name}:{node.name}" for node in recipes or functions]

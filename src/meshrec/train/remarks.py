@@ -29,6 +29,7 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
         text = _chance_remark(data, summary[data], summary["curves"].get(data))
         if text is not None:
             messages.append(text)
+            # One remark is enough: test data first, then validation data.
             break
     last = summary["step"]
     limited = summary["num_steps"] == last  # neither early stopping nor the user ended it
@@ -52,6 +53,7 @@ def winner(summary: Mapping[str, Any]) -> str | None:
         summary: ``summary.json`` content.
     """
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
+        # The metric that selects the best weights, such as AUC.
         lead = leading_metric(summary[data])
         rivals = (
             {name: metrics[lead] for name, metrics in summary[key].items() if lead in metrics} if lead else {}

@@ -90,6 +90,7 @@ class RunFolder:
     @property
     def name(self) -> str:
         """Run name; ``NAME/final`` for a refit on all rows."""
+        # A user may call a run "final"; only a folder inside a run is a refit.
         is_final = self.path.name == FINAL and (self.path.parent / CONFIG).is_file()
         return f"{self.path.parent.name}/{FINAL}" if is_final else self.path.name
 
@@ -191,6 +192,7 @@ class RunFolder:
         saved = self.read_json(STATE)
         if saved is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
+        # On other hosts, a process ID cannot be checked.
         lost = saved["host"] == socket.gethostname() and not _is_alive(saved["pid"])
         if saved["state"] == "running" and lost:
             return RunState(
@@ -322,6 +324,7 @@ def make_folder(path: Path) -> bool:
         if not path.is_dir():
             raise
         return False
+    # Remembered, so that only a folder that this call created is removed after a failure.
     created = Created.at(path)
     try:
         release(mark(path, _KINDS[0])[1])
@@ -386,6 +389,7 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
     Raises:
         ValueError: the run does not exist.
     """
+    # A run name has precedence over a relative path.
     for path in (runs / name, Path(name)):
         if (path / CONFIG).is_file():
             return RunFolder(path, trust)
@@ -436,6 +440,7 @@ def to_json(value: Any) -> Any:
         return sorted(map(to_json, value), key=repr)
     if isinstance(value, Enum):
         return value.value
+    # In-memory tables: Arrow, polars and pandas frames, and Hugging Face datasets.
     if hasattr(value, "__arrow_c_stream__") or hasattr(value, "column_names"):
         return type(value).__name__
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -135,6 +135,7 @@ class CheckpointSaver:
                 self._publisher.publish(self._progress.step)
             except CheckpointError as error:
                 self._tell(f"no delta was published: {error}")
+            # Stored in checkpoints, so that a resumed run knows which deltas its weights contain.
             self._progress.published = self._publisher.last
 
     def is_due(self, step: int) -> bool:
@@ -179,6 +180,7 @@ class CheckpointSaver:
         self.publish()
         if self._manager is not None:
             self.wait()
+            # The background save may already have saved this step.
             if self._saved != self._progress.step:
                 self._save(self._manager.save)
             self.is_saved = self._saved == self._progress.step

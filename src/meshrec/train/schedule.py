@@ -38,6 +38,7 @@ class Schedule:
         if self.decay == "constant":
             return 1.0
         progress = min(1.0, (step - self.warmup_steps) / max(1, num_steps - 1 - self.warmup_steps))
+        # Falls from 1 to 0 during the decay.
         left = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.final + (1 - self.final) * left
 

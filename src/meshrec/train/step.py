@@ -95,6 +95,7 @@ class TrainStep:
         self.failure = self._unread = None
         ahead = self._ahead
         for number in range(num_batches):
+            # Gradients are accumulated until the last batch, after which the optimizers step.
             steps = number == num_batches - 1
             batch = self._next_batch(batches)
             with self._update.backward(steps=steps, late=ahead is not None):
@@ -107,10 +108,12 @@ class TrainStep:
                 # failed rank must take part in the backward pass anyway, in which other ranks wait for it.
                 self._unread = FiniteFlag(loss), batch, loss.detach()
                 if ahead is not None:
+                    # Send the next batch's IDs now, so that the exchange overlaps with backward.
                     ahead.exchange(batches)
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             logits = logits.detach()
+            # Metrics are computed for the mean of an ensemble's members.
             whole = squeeze_outputs(logits.mean(2)) if logits.dim() == 3 else logits
             outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights))
             if ahead is not None and not steps:

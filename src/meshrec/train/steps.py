@@ -154,6 +154,7 @@ class PhaseTimes:
         """Write the recorded times of all ranks to the run folder, and clear them. Collective."""
         if not self._every or self._folder is None:
             return
+        # Cleared on every rank, although only rank 0 writes.
         times, self._times = self._times, ([], [])
         by_rank = self._ranks.collect(times)
         if self._ranks.is_first:
@@ -229,6 +230,7 @@ class MetricLines:
         progress.num_samples += int(num_samples)
         self._num_unreported = 0
         samples, since = self._since
+        # Wall-clock time since `start_clock`, without evaluations and checkpoints.
         seconds = time.perf_counter() - since
         progress.seconds += seconds
         line: dict[str, Any] = {

@@ -103,6 +103,7 @@ class StopRequest:
         if self._pending is None:
             return Agreement()
         (flags, work), self._pending = self._pending, None
+        # Count this wait as time blocked in collectives; see stragglers.py.
         with blocked():
             work.wait()
         return Agreement(*map(bool, flags.tolist()))
@@ -162,6 +163,7 @@ class PairedTest:
         """Whether more training is unlikely to help."""
         if self.patience is None or len(self._deviations) < self.patience:
             return False
+        # A recent evaluation may be better without being significant yet.
         return max(self._deviations[-_RECENT:]) < _PROMISING
 
     def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:

@@ -72,11 +72,13 @@ def straggler(blocked: Sequence[Sequence[float]], seconds: float) -> Straggler |
     """
     # For how long the other ranks together waited for every rank.
     waited = [0.0] * len(blocked)
+    # Ranks may have recorded different numbers of steps if one is stopped in between; compare common steps.
     for step in zip(*blocked, strict=False):
         least = min(step)
         # All other ranks waited for the rank with the shortest time, for as long as they were blocked longer.
         waited[step.index(least)] += sum(step) - len(step) * least
     if not any(waited) or seconds <= 0:
         return None
+    # Report only the rank for which the others waited longest.
     longest = max(waited)
     return Straggler(waited.index(longest), min(1.0, longest / (seconds * (len(blocked) - 1))))

@@ -69,6 +69,7 @@ class MLflowObserver:
         )
         name = self._folder.path.name
         earlier_runs = self._client.search_runs([number], f"attributes.run_name = '{name}'")
+        # A new run of the same name must not continue an old MLflow run.
         if earlier_runs and event.first_step > 0:
             self._run = earlier_runs[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
@@ -182,6 +183,7 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
     makers: dict[str, Callable[[RunFolder], Observer]] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in TRACKERS:
+            # Raises if the package is not installed.
             needs(TRACKERS[name].module, name)
             makers[name] = TRACKERS[name].make
         elif ":" in name:

@@ -286,6 +286,7 @@ class Trainer:
         self._steps.end_step()
         if saves:
             self._checkpoint()
+        # Set last, so that the work that is due at this step is still done.
         self.stopped = agreed.stop
         return True
 
@@ -335,6 +336,7 @@ class Trainer:
         evaluator, step = self.evaluator, self.progress.step
         if not self.stopped and evaluator.last_step != step:
             self._evaluate()
+        # Replaced below if earlier weights are better.
         evaluator.weights_step = step
         # Without validation data, the last weights are the reported weights.
         best = None if self.dataset.validation is None else self.saver.restore_best()

@@ -85,6 +85,7 @@ class TreeBaseline:
             "seed": 0,
             "verbosity": -1,
         }
+        # Columns of single-ID features follow the dense columns; see `matrix`.
         data = lightgbm.Dataset(
             self.matrix(train),
             train.labels.contiguous().numpy(),  # LightGBM refuses a column of several labels
@@ -130,6 +131,7 @@ class TreeBaseline:
             sample = torch.repeat_interleave(torch.arange(len(batch)), lengths)
             frequent = self._lists.get(name)
             if frequent is None:
+                # LightGBM treats NaN as missing.
                 column = torch.full((len(batch),), float("nan"))
                 column[sample] = self._category(name, values).float()
                 columns.append(column[:, None].numpy())

@@ -259,6 +259,7 @@ def tune(
     if not ranks.is_first:
         while (values := ranks.share(None)) is not None:
             train(values)
+        # The value that rank 0 shares last.
         best: BestTrial = ranks.share(None)
         return best
     search.logging.set_verbosity(search.logging.WARNING)
@@ -282,6 +283,7 @@ def tune(
         return worth
 
     with _named_errors(storage):
+        # Errors of a trial end the search, except pruning.
         study.optimize(objective, n_trials=max(0, trials - num_finished), catch=())
     ranks.share(None)
     number = study.best_trial.number
@@ -397,6 +399,7 @@ def train_seeds(
     return {
         name: Spread(statistics.fmean(values), statistics.stdev(values), values)
         for name, values in values_by_metric.items()
+        # Leave out metrics that are undefined for some seeds.
         if len(values) == num
     }
 

@@ -248,6 +248,7 @@ def _fit_initial_values(
             else judged(validation, chooses.inputs)
         )
         result = fit_boosted(crossed, judges, model.trees.num_trees, seed=seed)
+    # If independent trees are used, the model's part of the logit is halved; see `BoostedModel`.
     linear *= result.share
     linear[-1] += result.bias
     return _InitialValues(linear.float(), scores, result.trees, fit.penalty, result.counts)
@@ -343,8 +344,10 @@ def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str,
             continue
         weight = torch.empty(config.num_embeddings, config.embedding_dim)
         init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
+        # The model multiplies the first column by `wide_scale`.
         weight[:, 0] = fitted[start : start + len(weight)] / model.wide_scale
         if model.trees is not None:
+            # The column with row scores, on which trees split.
             weight[:, model.num_outputs] = next(scores)
         start += len(weight)
         state[f"sparse_arch.embedding_bag_collection.embedding_bags.{config.name}.weight"] = weight

@@ -161,6 +161,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
+        # Take the first type in the union that fits.
         for option in arguments:
             try:
                 return value_of(option, saved, where, remedy=remedy)
@@ -175,6 +176,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
     elif origin in (tuple, list, Sequence) or hint in (tuple, list):
         if isinstance(saved, list):
             inner = arguments[0] if arguments else Any
+            # tuple[int, int] has a type per item, and tuple[int, ...] one type for all items.
             kinds = arguments if arguments and arguments[-1] is not ... else [inner] * len(saved)
             items = [
                 value_of(kind, item, where, remedy=remedy) for kind, item in zip(kinds, saved, strict=False)
@@ -196,6 +198,7 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
 def _concrete_classes(kind: Any) -> list[Any]:
     """Return a class and all subclasses in MeshRec, without abstract classes."""
     classes = [] if getattr(kind, "__abstractmethods__", None) else [kind]
+    # Classes outside MeshRec could execute any code when created, so YAML cannot name them.
     below = [subclass for child in kind.__subclasses__() for subclass in _concrete_classes(child)]
     return [*classes, *(subclass for subclass in below if subclass.__module__.startswith("meshrec."))]
 
