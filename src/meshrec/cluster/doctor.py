@@ -67,7 +67,7 @@ class Examination:
 def examine(options: ExaminationOptions) -> Examination:
     """Check this host and, if a launcher has started several ranks, also the network and the other hosts.
 
-    Collective. If the ranks cannot form a process group, every rank returns findings on its own host only.
+    Collective. If the ranks cannot form a process group, every rank returns findings on the local host only.
 
     Args:
         options: what to check.
@@ -78,6 +78,7 @@ def examine(options: ExaminationOptions) -> Examination:
     findings = _run_checks(
         "this host", lambda: host_checks(num_ranks=size, local_ranks=local, folder=options.runs)
     )
+    # Every host needs access to the store, because all ranks write checkpoints.
     if options.store is not None:
         findings.append(object_store(options.store))
     ranks: Ranks | None = None
@@ -96,6 +97,7 @@ def examine(options: ExaminationOptions) -> Examination:
             return Examination(
                 rank, size, has_met=False, findings=[(finding, [rank]) for finding in findings]
             )
+    # These checks need no GPU.
     ranks = join("cpu")
     if ranks.size > 1:
         findings += _group_checks(ranks, options)
@@ -109,6 +111,8 @@ def _join_ranks(seconds: float) -> Finding:
     size = os.environ["WORLD_SIZE"]
     try:
         form_group("gloo", timedelta(seconds=seconds))
+        # Forming the group may succeed although some rank is late; the barrier waits for all ranks and names
+        # missing ones.
         dist.monitored_barrier(timeout=timedelta(seconds=seconds))
     except (RuntimeError, ValueError) as error:
         if dist.is_initialized():
@@ -136,6 +140,7 @@ def _group_checks(ranks: Ranks, options: ExaminationOptions) -> list[Finding]:
     ]
     findings += same_versions(ranks)
     findings += clock(ranks, firsts)
+    # With a single host, the folder is shared in any case.
     if options.folder is not None and len(firsts) > 1:
         findings += shared_folder(ranks, options.folder)
     findings += host_link(ranks, by_host)
@@ -150,6 +155,7 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
     assert recipe is not None
     error, files = None, {}
     try:
+        # Before loading, so ranks can compare files even if loading fails on some rank.
         files = file_fingerprints(recipe.data)
         recipe.data.load()
     except Exception as refused:
@@ -178,6 +184,7 @@ def _run_checks(check: str, function: Callable[[], Iterable[Finding]]) -> list[F
     """
     findings: list[Finding] = []
     try:
+        # A generator may raise after some findings, which are kept.
         findings.extend(function())
     except OSError as error:
         remedy = "Check this user's permissions and the system log."

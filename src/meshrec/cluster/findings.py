@@ -35,6 +35,7 @@ def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, 
         then by rank.
     """
     ranks: dict[Finding, list[int]] = {}
+    # Position of every check, by the first rank which reports it.
     order: dict[str, int] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:

@@ -35,6 +35,7 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
+        # The most frequent version, so that only the odd hosts report a failure.
         usual = statistics.mode(of_rank[name] for of_rank in every)
         if value != usual:
             remedy = f"Install the same {name} on all hosts: other versions do not train together."
@@ -57,6 +58,7 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
     for rank in firsts[1:]:
         offsets = []
         for _ in range(_PINGS if ranks.rank in (0, rank) else 0):
+            # Rank 0 answers with its time.
             if ranks.is_first:
                 dist.recv(word, rank, group=group)
                 word.fill_(time.time())
@@ -93,6 +95,7 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
 
     Folders created for the check are removed again.
     """
+    # Only rank 0 creates the folder; other ranks must see it.
     created = Created.folders(folder) if ranks.is_first else []
     blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
@@ -153,6 +156,7 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
         return
     block, group, mine = torch.zeros(_BYTES, dtype=torch.uint8), ranks.control, 0.0
     for number, receiver in enumerate(firsts):
+        # The host before the first is the last, so every host receives once.
         sender = firsts[number - 1]
         for measured in (False, True):  # the first round opens the connection
             if ranks.rank == sender:
@@ -163,7 +167,9 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
                 dist.recv(block, sender, group=group)
                 mine = _BYTES / (time.perf_counter() - began) if measured else 0.0
                 dist.send(block[:1], sender, group=group)
+        # One pair at a time, so that measurements do not disturb each other.
         ranks.wait_for_all()
+    # Ranks which did not receive have sent 0.
     every = [rate for rate in ranks.collect(mine) if rate]
     if ranks.rank in firsts:
         before = firsts[firsts.index(ranks.rank) - 1]
@@ -179,6 +185,7 @@ def bandwidth_finding(rate: float, best: float, sender: int) -> Finding:
         sender: rank which sends to this rank.
     """
     observation = f"{8 * rate / 1e9:.2f} Gb/s from rank {sender}"
+    # A slow host among fast hosts is probably a fault; equally slow hosts are a slow network.
     if rate < _SLOW_LINK * best:
         remedy = "Check this host's cable, port and shaping (ethtool, tc qdisc): every step waits for it."
         return Finding(
@@ -195,6 +202,7 @@ def ranks_by_host(ranks: Ranks) -> list[list[int]]:
 
     Ranks are on the same host if they have the same host name, boot ID and GROUP_RANK, which torchrun sets.
     """
+    # Host names alone may be equal on different hosts, for example in containers.
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname(), boot.read_text() if boot.exists() else ""
     by_host: dict[object, list[int]] = {}

@@ -57,7 +57,8 @@ def kernels() -> Finding:
 
 
 def cores(local_ranks: int) -> Finding:
-    """Check that this host has a core for every torch thread of all its ranks."""
+    """Check that this host has a core for every torch thread of all local ranks."""
+    # Linux: the cores this process may use, which a container or a launcher may limit.
     available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = torch.get_num_threads()
     observation = f"cores {available}, ranks {local_ranks}, threads per rank {threads}"
@@ -76,6 +77,7 @@ def memory(local_ranks: int) -> Finding:
     if free < local_ranks * _MIN_MEMORY:
         remedy = "Give the host or the container more memory, or start fewer ranks there."
         return Finding("memory", "fail", observation, remedy)
+    # With strict accounting, fork fails if the child could not have a full copy of the memory.
     if _read(_PROC / "sys/vm/overcommit_memory") == "2":
         return Finding(
             "memory",
@@ -92,6 +94,7 @@ def free_memory() -> int | None:
     for line in (_read(_PROC / "meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
             limits.append(1024 * int(line.split()[1]))
+    # Limits of the container, from cgroup v2. "max" stands for no limit.
     limit, used = (_read(_SYS / "fs/cgroup" / name) for name in ("memory.max", "memory.current"))
     if limit is not None and limit.isdigit() and used is not None and used.isdigit():
         limits.append(int(limit) - int(used))
@@ -103,6 +106,7 @@ def huge_pages() -> Finding:
     text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled")
     if text is None:
         return Finding("huge pages", "ok", "unknown on this system")
+    # The active mode is in brackets: "always [madvise] never".
     mode = text[text.find("[") + 1 : text.find("]")]
     if mode != "never":
         return Finding("huge pages", "ok", mode)
@@ -145,8 +149,9 @@ def files(num_ranks: int) -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Check that ``folder`` is writable or can be created, and that its disk has at least 1 GiB free."""
+    """Check that ``folder`` is writable or can be created, and that the disk has at least 1 GiB free."""
     existing = folder.absolute()
+    # The folder need not exist yet: check the closest parent which does.
     while not existing.exists():
         existing = existing.parent
     if not os.access(existing, os.W_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:

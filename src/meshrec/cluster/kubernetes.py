@@ -19,6 +19,7 @@ from meshrec.cluster.kubernetes_values import (
     check_variable,
 )
 
+# torch's usual rendezvous port, and the port of the server inside its pods.
 _PORT = 29500
 _SERVE_PORT = 8080
 # How long Kubernetes waits for a last checkpoint when it evicts a pod.
@@ -77,6 +78,7 @@ class JobOptions:
         check_name("claim", self.claim, 253, dots=True)
         check_image("image", self.image)
         check_cpus("cpus", self.cpus)
+        # Kubernetes counts /dev/shm towards the memory limit, because it is stored in memory.
         if check_bytes("shm", self.shm) > check_bytes("memory", self.memory):
             raise ValueError(
                 f"shm is {self.shm}, which counts towards memory ({self.memory}). Give more memory."
@@ -141,6 +143,7 @@ def job_set(job: JobOptions) -> dict[str, Any]:
     # The first pod's DNS name, which the JobSet's subdomain keeps after restarts.
     first = f"{job.name}-ranks-0-0.{job.name}"
     pod = _pod(job, _torchrun(job, first, "$(JOB_COMPLETION_INDEX)"))
+    # The JobSet restarts all pods together, because ranks cannot join a running group again.
     pod["spec"]["restartPolicy"] = "Never"
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -159,6 +162,7 @@ def job_set(job: JobOptions) -> dict[str, Any]:
                             "parallelism": job.replicas,
                             "completions": job.replicas,
                             "completionMode": "Indexed",
+                            # The first failed pod fails the Job, and the JobSet's failurePolicy restarts it.
                             "backoffLimit": 0,
                             "template": pod,
                         }
@@ -177,6 +181,7 @@ def pytorch_job(job: JobOptions) -> dict[str, Any]:
         pod["spec"]["containers"][0]["name"] = "pytorch"  # required by the operator
         return {"replicas": number, "restartPolicy": "OnFailure", "template": pod}
 
+    # The operator sets MASTER_ADDR to the master, which is the pod with number 0.
     replicas = {"Master": replica(1)}
     if job.replicas > 1:
         replicas["Worker"] = replica(job.replicas - 1)
@@ -238,8 +243,9 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
 
     Args:
         job: server settings.
-        labels: labels of its pods.
+        labels: labels for the server's pods.
     """
+    # All interfaces, because the Service reaches the pod from outside the container.
     words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
     token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
     container = {
@@ -302,6 +308,7 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
         "PYTHONSAFEPATH": "1",  # `python -m` must not import a torch.py from the working folder
         **job.environment,
     }
+    # No CPU limit, which would throttle the pod; the CPU request reserves the cores.
     limits: dict[str, Any] = {"memory": job.memory}
     if job.gpus:
         limits["nvidia.com/gpu"] = str(job.gpus)
@@ -319,6 +326,7 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
+    # Spread pods over nodes if possible, but do not wait for free nodes.
     apart = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -370,6 +378,7 @@ def _in_memory(name: str, size: str) -> dict[str, Any]:
 
 
 def _pod_security() -> dict[str, Any]:
+    # fsGroup lets this user write to mounted volumes.
     return {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
 
 

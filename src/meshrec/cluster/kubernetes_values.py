@@ -31,6 +31,7 @@ def check_bytes(option: str, text: str) -> int:
     Raises:
         ValueError: the text is not a whole number of bytes, or is below 1 MiB. The message suggests a value.
     """
+    # Spaces are removed only to suggest a value; the last condition rejects them.
     match = _QUANTITY.fullmatch(text.replace(" ", ""))
     if match is None or not (match[2] or match[3] in _SUFFIXES) or text != match[0]:
         raise ValueError(
@@ -67,6 +68,7 @@ def check_cpus(option: str, text: str) -> None:
     cores = Decimal(0)
     if match is not None and match[2] is None and match[3] in ("", "m"):
         cores = Decimal(match[1]) / (1000 if match[3] else 1)
+    # Kubernetes rounds to thousandths of a core.
     if cores <= 0 or cores * 1000 % 1:
         meant = f" Did you mean {match[1]}?" if match is not None and match[3] else ""
         raise ValueError(

@@ -129,8 +129,10 @@ def script(job: SlurmJob) -> str:
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
+        # B: only the batch script gets the signal, not the ranks.
         "signal": f"B:USR1@{job.save_seconds}",
         **_DEFAULTS,
+        # Last, so the user's options replace the defaults.
         **job.sbatch,
     }
     directives = [
@@ -167,4 +169,5 @@ def submit(path: Path) -> str:
         raise ValueError(
             f"sbatch refused {path}: {result.stderr.strip()}. Change --sbatch options, or edit the script."
         )
+    # The output is the job ID, or "ID;CLUSTER" on federated clusters.
     return result.stdout.strip().partition(";")[0]

@@ -60,6 +60,7 @@ class BoostedTrees(nn.Module):
         self.num_trees, self.num_levels = num_trees, num_levels
         splits, leaves = 2**num_levels - 1, 2**num_levels
         self.register_buffer("inputs", torch.zeros(num_trees * splits, dtype=torch.int64, device=device))
+        # Threshold inf: all samples go left, to a leaf with the value 0.
         self.register_buffer("thresholds", torch.full((num_trees * splits,), torch.inf, device=device))
         self.register_buffer("values", torch.zeros(num_trees * leaves, device=device))
         roots = torch.arange(num_trees, device=device)
@@ -100,6 +101,7 @@ class BoostedTrees(nn.Module):
                 raise ValueError(
                     f"tree {tree} has more than {self.num_levels} levels. Make the module deeper."
                 )
+            # Index of the first node in this level: all trees before, then all levels above.
             first = tree * ((1 << self.num_levels) - 1) + (1 << level) - 1
             inputs[first + index], thresholds[first + index] = node.input, node.threshold
             fill(node.left, tree, 2 * index, level + 1)
@@ -127,4 +129,5 @@ class BoostedTrees(nn.Module):
             nodes = position + (splits + ((1 << level) - 1))
             goes_right = inputs.gather(1, self.inputs[nodes]) > self.thresholds[nodes]
             position = 2 * position + goes_right
+        # In the last level, the position is the index of the leaf.
         return self.values[position + (self.roots << self.num_levels)].sum(1)

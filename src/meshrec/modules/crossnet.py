@@ -96,6 +96,7 @@ class VectorCrossNet(nn.Module):
         """Map [B, in_features] to [B, in_features]."""
         crossed = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
+            # [B, 1]: a single weight per sample and layer.
             crossed = input * (crossed @ kernel) + bias.squeeze(1) + crossed
         return crossed
 
@@ -148,6 +149,7 @@ class LowRankMixtureCrossNet(nn.Module):
         crossed_BN = input
         layers = zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True)
         for up_KNR, down_KRN, inner_KRR, bias_N1 in layers:
+            # A batched product for all experts: [B, N] is broadcast over K.
             narrow_KBR = self._activation(crossed_BN @ down_KRN.transpose(1, 2))
             narrow_KBR = self._activation(narrow_KBR @ inner_KRR.transpose(1, 2))
             experts_KBN = input * (narrow_KBR @ up_KNR.transpose(1, 2) + bias_N1.squeeze(1))

@@ -29,6 +29,7 @@ class _DataTypeMeta(enum.EnumMeta):
     """Metaclass of `DataType`. Its error for an unknown member lists the members."""
 
     def __getattr__(cls, name: str) -> Any:
+        # Not by attribute, which would call this method again while the class is built.
         members = vars(cls).get("_member_map_", {})
         if name in members:
             return members[name]

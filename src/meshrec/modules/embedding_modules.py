@@ -160,6 +160,7 @@ class TableCollection(nn.Module, ABC):
         """Initialize all weights again, as in the constructor."""
         holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
+            # Hashed tables have no rows in the parameter, so their module resets them.
             if config.keys is None:
                 init_weight(config, weight)
             else:
@@ -222,6 +223,7 @@ class TableCollection(nn.Module, ABC):
         """
         if not hashed:
             return weights
+        # Tables whose gradients autograd returns.
         unfused = range(len(weights)) if self._updater is None else self._updater.plain_tables
         for index in unfused:
             if index in hashed and torch.is_grad_enabled() and weights[index].requires_grad:
@@ -261,6 +263,7 @@ class TableCollection(nn.Module, ABC):
                 raise ValueError(
                     f"table {config.name!r} cannot be cast to {dtype}. Choose float32, float16 or bfloat16."
                 )
+        # Rows of hashed tables are outside the parameter, so torch would move only the empty placeholder.
         for index, config in self._lookup.hashed.items():
             if not before[index].is_meta and _changes_weight(before[index], fn):
                 raise ValueError(
@@ -327,6 +330,7 @@ class EmbeddingBagCollection(TableCollection):
         self.embedding_bags = module_dict_of(
             {
                 config.name: _table_module(config, device)
+                # A torch module, for TorchRec's parameter names. Its forward method is not called.
                 or nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -382,6 +386,7 @@ class EmbeddingBagCollection(TableCollection):
         rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
         sizes = [strides[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
+        # The output is flat, because keys have different numbers of rows.
         flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater, hashed)
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, row)
@@ -504,6 +509,7 @@ def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
     tables = {
         path: [config.name for config in collection._configs] for path, collection in collections.items()
     }
+    # Full path by module path and table name, only where several tables have the name.
     names: dict[str, dict[str, str]] = {}
     for (path, name), full in full_names(tables).items():
         if full != name:

@@ -149,6 +149,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         lengths = features.lengths()
         if not _can_check(lengths):
             return
+        # Bag lengths of every key.
         pieces = lengths.split(features.stride_per_key())
         for feature, piece in zip(features.keys(), pieces, strict=True):
             limit = self.max_feature_lengths.get(feature)

@@ -53,6 +53,7 @@ class Tokens(NamedTuple):
         if cached_B.shape[0] == 1:
             ends = torch.cat([new_B.new_zeros(1), cached_B + new_B])
             return Tokens(ends, new_offsets_B1=torch.cat([new_B.new_zeros(1), new_B]))
+        # Running sums: how many cached (new) tokens are in the samples before.
         cached_B1, new_B1 = (
             torch.nn.functional.pad(counts.cumsum(0), (1, 0)) for counts in (cached_B, new_B)
         )
@@ -63,6 +64,7 @@ class Tokens(NamedTuple):
         position_N = torch.arange(len(sample_N), device=cached_B.device) - offsets_B1[sample_N]
         # Cached tokens come first within a sample.
         is_new_N = position_N >= cached_B[sample_N]
+        # In the concatenation, new tokens follow all cached tokens.
         new_N = cached_B1[-1] + new_B1[sample_N] + position_N - cached_B[sample_N]
         order_N = torch.where(is_new_N, new_N, cached_B1[sample_N] + position_N)
         return Tokens(offsets_B1, new_offsets_B1=new_B1, order_N=order_N)
@@ -160,6 +162,7 @@ class HSTUBlock(nn.Module):
         self.attended_norm = nn.LayerNorm(num_heads * hidden_dim, device=device)
         self.output = Linear(num_heads * hidden_dim, width, device=device)
         self.drop = nn.Dropout(dropout)
+        # Distances from -(max_length - 1) to max_length - 1.
         self.position_bias = _bias((2 * max_length - 1) * position_bias, device)
         self.time_bias = _bias(num_time_buckets, device)
 

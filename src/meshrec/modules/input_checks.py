@@ -104,6 +104,7 @@ def with_copied_keys(
     """
     if not uses:
         return features, list(positions)
+    # Copies are appended, so the positions of other keys do not change.
     num_keys, use_positions = len(features.keys()), list(positions)
     for copy, use in enumerate(uses):
         use_positions[use] = num_keys + copy

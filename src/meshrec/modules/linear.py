@@ -84,6 +84,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: b
 
 def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
     """Compute the layer in bf16, for an input [..., I] with any number of dimensions; see `linear`."""
+    # The operator takes matrices only.
     rows = input.to(torch.bfloat16).reshape(-1, input.shape[-1])
     out: Tensor = _BF16Linear.apply(rows, weight, bias, relu)  # type: ignore[no-untyped-call]
     return out.view(*input.shape[:-1], -1)
@@ -118,6 +119,7 @@ class _BF16Linear(torch.autograd.Function):
             b: [O] or None.
             relu: Apply a ReLU.
         """
+        # Kept for the backward pass, so that the weight is not cast again.
         ctx.copy = bf16_copy(w)
         bias, name = None if b is None else bf16_copy(b), "relu" if relu else "none"
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, ctx.copy, bias, name, [], "")
@@ -128,6 +130,7 @@ class _BF16Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, w, *outs = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        # The gradient of the fused ReLU: 0 where the output is 0.
         if outs:
             grad = torch.ops.aten.threshold_backward(grad, outs[0], 0)
         # The copy has no graph, which second derivatives need.

@@ -41,6 +41,7 @@ class MemberLinear(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        # The uniform initialization of nn.Linear.
         bound = 1.0 / math.sqrt(max(in_size, 1))
         self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(num_members, out_size, device=device).uniform_(-bound, bound))
@@ -102,6 +103,7 @@ class MemberMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, in_size] to [B, num_outputs, M]."""
+        # [B, 1, in_size]: all members see the same input.
         hidden = self.layers(x.unsqueeze(1))
         # [B, M, num_outputs]; a batched dot product per member, without a [B, M, M] intermediate.
         logits: Tensor = ((hidden.unsqueeze(2) * self.head).sum(-1) + self.bias).transpose(1, 2)

@@ -126,6 +126,7 @@ def _activation(activation: Activation, size: int, device: torch.device | None) 
         return _NAMED[activation]
     if isinstance(activation, nn.Module) or not _is_factory(activation):
         return cast(Any, activation)  # type: ignore[no-any-return]
+    # A class or function without arguments makes a new module for every layer.
     module = cast(Callable[[], object], activation)()
     if not isinstance(module, nn.Module):
         raise ValueError(

@@ -61,6 +61,7 @@ class PiecewiseLinear(nn.Module):
             edge_values = torch.tensor(list(feature_edges), dtype=torch.float64)
             first[feature, : len(feature_edges) - 1] = edge_values[:-1]
             scale[feature, : len(feature_edges) - 1] = 1.0 / edge_values.diff()
+        # Not persistent, because the edges come from the configuration and not from training.
         for name, value in (("first", first), ("scale", scale), ("low", low), ("high", high)):
             self.register_buffer(name, value.to(device), persistent=False)
 

@@ -37,6 +37,7 @@ def cast_weights_once() -> Iterator[None]:
     The trainer runs every training step in this context, so all batches in the step share the copies. Outside
     the context, every use of a weight casts it again.
     """
+    # A context variable, so that other threads have separate copies.
     token = _copies.set({})
     try:
         yield

@@ -26,6 +26,7 @@ class ServedRows:
 
     def __init__(self, table: HashedTable) -> None:
         self._table = table
+        # Fixed now: keys and slots of all live rows, ascending by key.
         self._keys, self._slots = table.live_keys()
 
     @property
@@ -49,6 +50,7 @@ class ServedRows:
 
     def index(self) -> dict[str, Tensor]:
         """Return the tensors with which the exported program finds rows by key, by buffer name (`INDEX`)."""
+        # No rows are added yet. A server may add rows later without rewriting the package.
         tensors = pack_buckets(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 

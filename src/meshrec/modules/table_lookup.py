@@ -138,6 +138,7 @@ class TableLookup:
         Raises:
             ValueError: A feature is missing.
         """
+        # Most batches have the same keys, so the positions of the last batch are kept.
         keys = features.keys()
         if keys != self._last_keys:
             readers = [self._table_names[table] for table in self.tables]
@@ -185,6 +186,7 @@ class TableLookup:
         lookups = self._clamp(lookups) if self._clamps_ids else lookups
         if hashed:
             check_integers(lookups.values)
+            # Hash indexes take int64 IDs.
             lookups = lookups._replace(values=lookups.values.long())
             # Training needs slots up front, because the update writes to the same slots after the backward
             # pass.
@@ -225,6 +227,7 @@ class TableLookup:
         if hashed and self._can_probe_in_kernel(hashed):
             indexes = {t: (table.slots, table.storage.keys.seed) for t, table in hashed.items()}
             output = keyed.hashed_forward(self._bits, indexes, weights, lookups, options)
+            # None: some ID has no slot, or an index is not a compiled one.
             if output is not None:
                 return output
             lookups = self._resolve_hashed(lookups, hashed)  # initializes rows for unknown IDs
@@ -293,6 +296,7 @@ class TableLookup:
             self._num_rows,
         )
         if self.hashed:
+            # Back to an entry per lookup, with 0 for hashed tables.
             counts = counts.new_zeros(len(lookups.tables)).index_copy_(0, torch.tensor(bounded), counts)
         torch.ops.meshrec_host.report_clamped(self._num_clamped, counts, self._names)
         return lookups._replace(values=values)

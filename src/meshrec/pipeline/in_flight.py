@@ -79,6 +79,7 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
     stack: list[tuple[Path, Any]] = [((), batch)]
     while stack:
         path, part = stack.pop()
+        # Objects are compared by identity, because equal tensors may be different inputs.
         if isinstance(part, _LEAVES) or id(part) in seen:
             continue
         seen.add(id(part))
@@ -121,6 +122,7 @@ def path_to(batch: Any, features: KeyedJaggedTensor) -> Path | None:
 
 def object_at(batch: Any, path: Path) -> Any:
     """Return the object at ``path`` in a batch. None if the batch has no object there."""
+    # Batches may differ in structure, so a missing part is not an error.
     for name, is_item in path:
         try:
             batch = batch[name] if is_item else getattr(batch, name)
@@ -227,6 +229,7 @@ class BatchInFlight:
 
         An error is stored in ``error``.
         """
+        # After an error, no further lookup may start: other ranks also stop here.
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
@@ -265,11 +268,13 @@ class BatchInFlight:
         """
         try:
             for lookup in self.lookups:
+                # Resolving before the update lets rows move into memory while the batch before trains.
                 if lookup.module.tables.needs_resolve:
                     lookup.advance(Stage.RESOLVED)
                 if is_ready(lookup.module):
                     lookup.send_embeddings(keep_result=keep_result)
         except Exception as error:
+            # Other errors may have changed state on this rank alone, so raise them at once.
             if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
                 raise
             # A failed read changes no table and fails on every rank, so it can be raised later.
@@ -294,6 +299,7 @@ class BatchInFlight:
                 versions = _tensor_versions([((), features)])
                 if (change := _describe_write(self._versions, versions)) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
+                # Taken once: a second call with the same input runs the plain lookup.
                 self.lookups.remove(lookup)
                 return lookup.send_embeddings()
         return None
@@ -357,6 +363,7 @@ def _copy_to(thing: Any, device: torch.device) -> Any:
         return thing.to(device, non_blocking=True)
     if isinstance(thing, Mapping):
         return {name: _copy_to(part, device) for name, part in thing.items()}
+    # Named tuples take their items as separate arguments.
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return type(thing)(*(_copy_to(part, device) for part in thing))
     if isinstance(thing, list | tuple):

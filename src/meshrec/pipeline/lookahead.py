@@ -79,6 +79,7 @@ class _StatusExchange:
         If a loader has failed, also exchanges the error messages.
         """
         words = self._words.wait().cpu()
+        # An input counts only if all ranks have it, because lookups are collective.
         statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
         error = self._error
         if _FAILED in statuses and self._axis.size > 1:
@@ -108,6 +109,7 @@ class _WriteCheck:
     def finish(self) -> None:
         """Wait for all ranks, and raise ValueError on every rank if the batch was changed on any rank."""
         if bool(self._words.wait().any()):
+            # Slow, but only after a write.
             texts = enumerate(gather_objects(self._change, self._axis, "changes of batches"))
             changes = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text is not None)
             raise ValueError(f"{changes}. Give every batch tensors of its own.")
@@ -144,6 +146,7 @@ class Lookahead:
             raise ValueError(f"uneven must be 'stop' or 'error', got {uneven!r}.")
         self._uneven, self._strict = uneven, strict
         self._axis = _axis_of(model)
+        # Device for status exchanges, which may differ from the batches' device.
         self._device = group_device(self._axis.group)
         self._modules: dict[str, Collection] = {
             name: module
@@ -203,6 +206,7 @@ class Lookahead:
         self._mover.wait(current.batch)
         # ``exchange`` may not have reached this batch, such as the first.
         current.send_ids()
+        # The error of an early lookup is raised when its batch is due, so all earlier batches are trained.
         if current.error is not None:
             _raise(current.take_error())
         if self._waiting:
@@ -215,6 +219,7 @@ class Lookahead:
     def forward(self) -> Iterator[None]:
         """Context for the forward pass: sharded modules take the results of lookups already started."""
         for name, module in self._modules.items():
+            # Only within the context, so a forward pass elsewhere does not take lookups.
             module.ahead = partial(self._take_lookup, name, module)
         try:
             yield
@@ -349,6 +354,7 @@ class Lookahead:
         assert batch is not None
         self._waiting.append(batch)
         if self._calls is not None:
+            # Routing reads the IDs, so the copy must have completed.
             self._mover.wait(batch.batch)
             for call, has_input in zip(self._calls, decision.has_input, strict=True):
                 if has_input and call.path is not None:

@@ -71,6 +71,7 @@ class TrainPipeline:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}.")
         self._model, self._optimizer = model, optimizer
         self._forward: Forward = model if forward is None else forward
+        # ``_num_collected``: batches trained since the last optimizer step.
         self._accumulate, self._num_collected = accumulate, 0
         self._ahead = Lookahead(model, device=device, uneven=uneven, strict=strict)
         self._semi_synchronous_from, self._num_batches = semi_synchronous_from, 0
@@ -130,6 +131,7 @@ class TrainPipeline:
                 except StopIteration:
                     return
                 yield output
+        # The caller has stopped early, or an error was raised: drop batches already read.
         finally:
             self.reset()
 
