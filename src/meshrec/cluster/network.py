@@ -13,7 +13,7 @@ _CONNECT_SECONDS = 20.0
 
 
 def network_checks() -> Iterator[Finding]:
-    """Check that this rank reaches MASTER_ADDR:MASTER_PORT on rank 0, and check this rank's network interface."""
+    """Check that this rank reaches rank 0 at MASTER_ADDR:MASTER_PORT, and check the network interface."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         one_machine = is_one_machine()

@@ -160,7 +160,7 @@ class TableCollection(nn.Module, ABC):
         """Initialize all weights again, as in the constructor."""
         holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
-            # Hashed tables have no rows in the parameter, so their module resets them.
+            # Hashed tables have no rows in the parameter; their module removes all rows.
             if config.keys is None:
                 init_weight(config, weight)
             else:

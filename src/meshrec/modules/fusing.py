@@ -121,7 +121,7 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
     for name, (config, weight) in tables.items():
         # An optimizer attached by apply_optimizer_in_backward takes precedence.
         spec = in_backward_spec(weight) or optimizer
-        # A growable table allocates optimizer state together with its rows.
+        # A growable table stores optimizer state with its rows, so it must be told the optimizer.
         train = modules[config.name].train_with if storages[name].is_growable else None
         trained_tables.append(TrainedTable(name, weight, spec, storages[name], train))
     return trained_tables

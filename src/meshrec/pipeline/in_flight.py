@@ -268,13 +268,12 @@ class BatchInFlight:
         """
         try:
             for lookup in self.lookups:
-                # Resolving before the update lets rows move into memory while the batch before trains.
                 if lookup.module.tables.needs_resolve:
                     lookup.advance(Stage.RESOLVED)
                 if is_ready(lookup.module):
                     lookup.send_embeddings(keep_result=keep_result)
         except Exception as error:
-            # Other errors may have changed state on this rank alone, so raise them at once.
+            # Without tables in files, the error is not a failed read.
             if not any(lookup.module.tables.rows_arrive for lookup in self.lookups):
                 raise
             # A failed read changes no table and fails on every rank, so it can be raised later.
