@@ -60,6 +60,7 @@ class _Sums:
         self._momentum = module.momentum
         # Batch counter before the block; every forward pass increments the module's counter.
         self._tracked = None if module.num_batches_tracked is None else module.num_batches_tracked.clone()
+        # Inputs per channel, over all splits so far.
         self._count = 0
         # Mean of the first split [C]. The sums are sums of (value - shift).
         self._shift: Tensor | None = None
@@ -92,8 +93,10 @@ class _Sums:
     def commit(self) -> None:
         """Update the module's running mean and variance from the sums, as one batch."""
         module = self.module
+        # The module did not run in this batch.
         if self._shift is None or self._sum is None or self._squares is None:
             return
+        # A batch counts once, whatever the number of splits.
         if module.num_batches_tracked is not None:
             module.num_batches_tracked += 1
         factor = self._momentum

@@ -126,6 +126,7 @@ def best_cut(
     # By the position at which the stages so far end.
     parts: dict[int, list[_Prefix]] = {0: [_Prefix(0.0, 0.0, 0.0, ())]}
     for stage in range(num_stages):
+        # The last stage ends with all units.
         last = stage == num_stages - 1
         extended: dict[int, list[_Prefix]] = {}
         for before, prefixes in parts.items():
@@ -136,6 +137,7 @@ def best_cut(
                     continue
                 if position.bit_count() > len(costs) - (num_stages - 1 - stage):
                     continue
+                # Nothing is sent after the last stage.
                 link = 0.0 if last else links.get(position, 0.0)
                 f, b = forward[position] - forward[before], backward[position] - backward[before]
                 extended.setdefault(position, []).extend(
@@ -158,6 +160,7 @@ def best_cut(
         return total + 2 * part.links + (num_splits - 1) * (part.forward + part.backward)
 
     best = min(parts[everything], key=seconds)
+    # A unit is in the first stage at whose end the position contains it.
     stage_of = [
         next(s for s, position in enumerate(best.cuts) if position >> u & 1) for u in range(len(costs))
     ]
@@ -252,6 +255,7 @@ def _positions_for_shared(
     """
     positions, is_all = cut_positions(needs)
     for units in shared.values():
+        # All units which use the parameter, as a bit mask.
         users = sum(1 << unit for unit in units)
         positions = [position for position in positions if position & users in (0, users)]
     return positions, is_all
@@ -260,6 +264,7 @@ def _positions_for_shared(
 def _units(position: int) -> Iterator[int]:
     """Yield the unit numbers in a cut position, which are the indices of the set bits."""
     while position:
+        # The lowest set bit.
         lowest = position & -position
         yield lowest.bit_length() - 1
         position ^= lowest

@@ -114,6 +114,7 @@ def layouts(
             problem = _problem(trace(model), (dense, sparse), world_size, link)
             results = _unstaged(problem)
             most = max_stages([unit.needs for unit in problem.traced.units], problem.shared)
+            # Stage counts that divide the number of ranks; the remaining factor is the number of lanes.
             for num_stages in range(2, min(world_size, most) + 1):
                 if world_size % num_stages == 0:
                     results.append(_staged(problem, num_stages))
@@ -177,6 +178,7 @@ def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> flo
     # Clock of the backward pass, time when the link is free, arrival of the last sent bucket (all in
     # seconds), and bytes in the current bucket.
     now = free = arrival = filled = 0.0
+    # Bytes at which the current bucket is full.
     most = _FIRST_BUCKET
     for left, cost, num_bytes in zip(
         range(len(costs) - 1, -1, -1), costs[::-1], problem.parameters[::-1], strict=True
@@ -223,9 +225,11 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, l
     largest = max(sum(problem.parameters[unit] for unit in stage) for stage in members)
     reduced = _all_reduce(largest, lanes, problem.link)
     stages = [
+        # Index 0 of a cost is forward, index 1 backward.
         UnitCost(*(sum(costs[u][direction] for u in stage_units) + MESSAGE_SECONDS for direction in (0, 1)))
         for stage_units in members
     ]
+    # The formula ignores waiting, so the selected cut is simulated.
     seconds = simulate(stages, [transfers[end] for end in ends], problem.link.latency, num_splits)
     # After a step, all stages exchange the loss and failure flags; with several lanes, the lanes exchange
     # failure flags once more before their gradients.
@@ -269,6 +273,7 @@ def simulate(
                 step, k = waiting[stage][0]
                 forward = step == "forward"
                 source, destination = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                # The first stage waits for no forward pass, and the last for no backward pass.
                 ready = arrived.get((step, stage, k)) if 0 <= source < count else 0.0
                 # Not sent yet: continue with the other stages, whose progress will send it.
                 if ready is None:
@@ -305,6 +310,7 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
 
 def _crossing(problem: _Problem, position: int) -> float:
     """Return the bytes per sample of all values computed before a cut position and read after it."""
+    # Names of values computed before the position, and read after it.
     given: set[str] = set()
     taken: set[str] = set()
     for unit, part in enumerate(problem.programs):

@@ -113,6 +113,7 @@ class RankExchange(Exchange):
             else:
                 try:
                     self.get(message)
+                # The first error wins, because later errors are often consequences.
                 except RemoteStageError as error:
                     self.error = self.error or str(error)
 
@@ -161,6 +162,7 @@ class RankExchange(Exchange):
         file = io.BytesIO()
         pickler = pickle.Pickler(file)
         pickler.dispatch_table = _REDUCERS
+        # A plain tuple, so the pickle does not name the class and stays short.
         pickler.dump(tuple(header))
         data = file.getvalue()
         # A fixed size, because the receiver must post a buffer before it knows the length.
@@ -195,6 +197,7 @@ class RankExchange(Exchange):
 
     def _tag(self, message: Message) -> int:
         """Return the message's tag, which is unique among the messages of a batch between two ranks."""
+        # Even tags for values, odd tags for gradients.
         return 2 * (message.k * len(self._tags) + self._tags[message.name]) + (message.kind == "gradient")
 
 

@@ -177,9 +177,11 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
     for unit in traced.units:
         assert all(stage_of[needed] <= stage_of[unit.index] for needed in unit.needs)
     _check_not_shared(traced, stage_of)
+    # Names of all units in every stage, for the description.
     names = [
         [unit.name for unit in traced.units if stage_of[unit.index] == stage] for stage in range(num_stages)
     ]
+    # Values which the model returns must be results of some program.
     final = set(traced.output.all_input_nodes)
     stages = []
     for stage in range(num_stages):

@@ -306,8 +306,10 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
     # a split's memory before the next forward pass.
     ahead = min(num_stages - 1 - index, num_splits)
     order = [("forward", k) for k in range(ahead)]
+    # One forward, one backward: memory holds at most ``ahead + 1`` splits.
     for k in range(num_splits - ahead):
         order += [("forward", ahead + k), ("backward", k)]
+    # The splits in flight at the end.
     order += [("backward", k) for k in range(num_splits - ahead, num_splits)]
     return [("tables", num_splits), *order[:-1], ("agree", 1), order[-1], ("collect", num_splits)]
 

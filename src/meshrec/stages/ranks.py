@@ -117,6 +117,7 @@ class StagedOverRanks(NamedAsModel):
         staging = stage_programs(traced, stages_at_cuts(traced, cuts))
         self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
         self._flow = StageFlow(staging, group.rank(), _passed_through(staging))
+        # The axes over which the stage itself is sharded and replicated.
         other_axes = tuple(name for name in names if name != "stage")
         env = ShardingEnv.from_mesh(mesh[other_axes]) if other_axes else ShardingEnv.single_process()
         # Collective, so all ranks must build the groups in this order.
@@ -174,6 +175,7 @@ class StagedOverRanks(NamedAsModel):
 
         The group is empty on a stage that has only tables.
         """
+        # Table parameters have their own optimizers.
         tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
         return [{"params": [p for p in self.part.parameters() if p not in tables]}]
 
@@ -199,6 +201,7 @@ class StagedOverRanks(NamedAsModel):
         # Check the batch before any collective, so an error leaves no rank waiting.
         sizes = split_sizes(batch_size(args, kwargs), self._split_size)
         taken = extract_values(self._taking, args, kwargs)
+        # In the first batch it is unknown whether the model draws random values, so assume it does.
         flow, draws = self._flow, train and self.training and self._draws is not False
         needed = {*flow.stage.split.takes, *flow.returned}
         splits = {n: split(v, sizes, f"the input {n!r}") for n, v in taken.items() if n in needed}
@@ -319,6 +322,7 @@ class _PartCaller(Caller):
                 # Only the last split starts the all-reduce. The gradients of earlier splits are already in
                 # ``grad``, so the all-reduce covers the sum over all splits.
                 wrapped.reducer.prepare_for_backward([])
+        # FSDP2's switches for the same purpose.
         elif hasattr(wrapped, "set_requires_gradient_sync"):
             wrapped.set_requires_gradient_sync(last)
             wrapped.set_is_last_backward(last)

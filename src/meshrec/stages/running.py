@@ -148,6 +148,7 @@ class StageRun:
             tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
             with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
                 given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
+            # Values from earlier stages which the model returns; autograd passes their gradients through.
             carried = dict(zip(takes[num_arguments:], arguments[num_arguments:], strict=True))
             values.results.update({(name, k): value for name, value in carried.items()})
             if self._mode.grad:
@@ -155,6 +156,7 @@ class StageRun:
                     name: pytree.tree_leaves(value) for name, value in (*given.items(), *carried.items())
                 }
                 self._saved[k] = _SavedSplit(leaves, outputs)
+        # After the block, so the recorded time does not include sending.
         for name, value in given.items():
             values.publish(name, k, value)
 
@@ -177,6 +179,7 @@ class StageRun:
         arrived = self.values.receive_gradients(k, result_gradients)
         saved = self._saved.pop(k)
         with self._recorded("backward", k):
+            # Inputs which need a gradient, in the order of their names.
             leaves = [
                 leaf for value_leaves in saved.leaves.values() for leaf in value_leaves if leaf is not None
             ]
@@ -225,6 +228,7 @@ class StageRun:
                 return
             # The split's generator state travels with its values.
             index, generator, exchange = self.stage.index, torch.Generator(device), self.values.exchange
+            # The first stage starts from this state; later stages overwrite it below.
             generator.manual_seed(split_seed(self._mode.seed, k))
             if index > 0:
                 kind, state = exchange.get(Message("value", GENERATOR, k, index - 1, index))

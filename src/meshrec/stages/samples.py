@@ -101,11 +101,13 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     if isinstance(value, JaggedTensor):
         return _split_jagged(value, sizes)
     if isinstance(value, KeyedTensor):
+        # A KeyedTensor has the samples in the other dimension than the keys.
         parts = value.values().split(list(sizes), dim=1 - value.key_dim())
         return [KeyedTensor(value.keys(), value.length_per_key(), part, value.key_dim()) for part in parts]
     # Not a container: a value shared by all samples.
     if (rebuild := _rebuilder(value)) is None:
         return [value] * len(sizes)
+    # Every item, split. Transposed below to a container per split.
     columns = [split(part, sizes, f"{where}{name}") for name, part in zip(*_named_parts(value), strict=True)]
     return [rebuild([column[k] for column in columns]) for k in range(len(sizes))]
 
@@ -188,6 +190,7 @@ def _split_jagged(value: JaggedTensor, sizes: Sequence[int]) -> list[JaggedTenso
     offsets, weights = value.offsets(), value.weights_or_none()
     # First sample of every split, and the batch size.
     bounds = list(itertools.accumulate(sizes, initial=0))
+    # Number of rows in every split.
     counts = offsets[torch.tensor(bounds)].diff().tolist()
     rows = value.values().split(counts)  # a single operation, so the backward is a single concatenation
     row_weights = [None] * len(sizes) if weights is None else weights.split(counts)

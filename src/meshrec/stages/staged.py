@@ -144,6 +144,7 @@ class Staged(NamedAsModel):
         """
         batch = batch_size(args, kwargs)
         taken = extract_values(self._traced.taking, args, kwargs)
+        # May choose the stages, so it must come before the splits are used.
         sizes = split_sizes(batch, self._choose_split_size(batch, taken))
         assert self._staging is not None
         splits = {name: split(value, sizes, f"the input {name!r}") for name, value in taken.items()}
@@ -193,6 +194,7 @@ class Staged(NamedAsModel):
                 split_size=self._split_size,
                 num_threads=self._num_threads,
             )
+            # The cuts were "auto"; given cuts stay.
             if self._staging is None:
                 self._stage(self.choice.stage_of)
         if self._split_size != "auto":
@@ -386,6 +388,7 @@ class _RunStages(torch.autograd.Function):
         input_gradients = ctx.run.backward(ctx.form.by_value(grads))
         given = [(input_gradients.get((name, k)) or {}) for name, k, _ in ctx.form.inputs]
         leaves = [g[i] if g else None for g, (_, _, i) in zip(given, ctx.form.inputs, strict=True)]
+        # A gradient for each argument of ``forward``; the first three need none.
         return None, None, None, *leaves
 
 

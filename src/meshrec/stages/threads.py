@@ -127,6 +127,7 @@ class ThreadExchange(Exchange):
             or message.name == GENERATOR
             or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
         ):
+            # Cancelled after a failure elsewhere; nobody waits any more.
             if not future.cancelled():
                 future.set_result(lambda: value)
             return
@@ -137,6 +138,7 @@ class ThreadExchange(Exchange):
         # The link carries detached data; the receiving stage restores requires_grad.
         flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)]
         plain = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+        # In the sending stage's thread, because its CUDA stream is the current one there.
         ready = link.ready(plain)
 
         def carry() -> None:
@@ -291,6 +293,7 @@ class ThreadedBatch:
             for k in reversed(range(self.num_splits)):
                 run.backward(k, by_split[k])
             run.add_to_grad()
+            # Gradients for this stage's table lookups from other stages, which tables_backward() needs.
             run.values.collect()
 
         here = autograd_uses_threads(self._devices)

@@ -201,6 +201,7 @@ class StageValues:
         """Return ``total`` plus the gradients for a value from all other stages which read it."""
         index = self._flow.stage.index
         for user in self._flow.users.get(name, ()):
+            # In stage order, so that sums do not depend on which stage is faster.
             total = add_gradients(total, self.exchange.get(Message("gradient", name, k, index, user)))
         return total
 
@@ -248,6 +249,7 @@ class GradientSums:
         # Through autograd, so that hooks such as DistributedDataParallel's run, with a single gradient per
         # batch.
         pairs = zip(self.parameters, self._sums, strict=True)
+        # Parameters without a gradient keep their ``grad``.
         given = [(parameter, total) for parameter, total in pairs if total is not None]
         if given:
             parameters, gradients = zip(*given, strict=True)
