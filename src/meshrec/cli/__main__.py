@@ -58,6 +58,7 @@ def main() -> int:
     for wrong arguments, and 1 for other errors.
     """
     arguments = sys.argv[1:]
+    # Only a request for help is a success; a missing command is a usage error.
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
@@ -90,6 +91,7 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
         arguments: words after the subcommand.
     """
     try:
+        # Imports create many objects, and garbage collections would slow them down.
         with without_gc():
             module = importlib.import_module(command.module)
         code: int = module.main(arguments)

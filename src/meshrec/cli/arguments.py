@@ -35,6 +35,7 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
     """tyro rule for optional types: ``int | None`` is given as an integer or as the word ``none``."""
     # A rule returns None for types to which it does not apply.
     inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
+    # Not of the form X | None.
     if len(inner_types) != 1 or NoneType not in get_args(info.type):
         return None
     inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner_types[0], info.markers))

@@ -69,6 +69,7 @@ def run(options: CalibrateOptions) -> None:
             _print(profile, options.out)
     finally:
         if is_rank:
+            # Also after an error, so that the other ranks do not wait.
             leave_process_group()
 
 

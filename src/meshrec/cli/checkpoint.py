@@ -45,6 +45,7 @@ class _CheckpointOptions:
         For a run with a refit on all rows, this is a checkpoint of the refit.
         """
         path = run_or_path(self.path, self.runs)
+        # --first, --last and --step select a checkpoint of the first fit.
         if (path / CONFIG).is_file() and not (self.first or self.last or self.step is not None):
             path = reported_fit(RunFolder(path)).path
         return find_checkpoint(path, step=self.step, last=self.last)
@@ -153,12 +154,14 @@ def _verify(console: Console, path: Path) -> int:
     """Verify all checkpoints in a folder or run, including its refit. Return 1 if any is damaged, else 0."""
     failed = 0
     final = finished_refit(RunFolder(path))
+    # Checkpoints that were not finished are reported as damaged.
     paths = [*all_checkpoints(path), *([] if final is None else all_checkpoints(final.path))]
     for checkpoint in paths:
         try:
             manifest = read_manifest(checkpoint)
             verify_data(checkpoint, manifest)
             console.print(f"{checkpoint}: sound, {size_text(manifest.num_bytes)}")
+        # CheckpointError. The remaining checkpoints are still verified.
         except RuntimeError as error:
             failed = 1
             console.print(str(error), markup=False)

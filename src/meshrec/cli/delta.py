@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Verify the deltas, print the result, and return 1 if a delta is damaged or missing, else 0."""
     options: VerifyOptions = parse_subcommand(VerifyOptions, arguments, command="delta", name="verify")
     path = run_or_path(options.path, options.runs)
+    # For a run, its subfolder.
     path = path / DELTAS if (path / CONFIG).is_file() else path
     if not path.is_dir():
         raise ValueError(

@@ -76,6 +76,7 @@ def _print(examination: Examination) -> None:
     for name in ("check", "", "ranks", "found", "remedy"):
         grid.add_column(name, overflow="fold")
     for finding, ranks in examination.findings:
+        # Equal findings of several ranks share a row.
         everywhere = len(ranks) == examination.num_ranks
         named = "all" if everywhere else ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         style = _STYLES[finding.level]

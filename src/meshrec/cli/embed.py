@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     check_output(options.out, force=options.force)
     write_index = _INDICES.get(options.out.suffix)
     if write_index is not None:
+        # An index is accompanied by a .parquet file with the same name.
         check_output(options.out.with_suffix(".parquet"), force=options.force)
     if options.out.suffix not in (".parquet", ".npy", *_INDICES):
         raise ValueError(

@@ -33,6 +33,7 @@ class EvaluateOptions(RunOptions, RankOptions, DataOptions):
 def main(arguments: Sequence[str]) -> int:
     options = parse(EvaluateOptions, arguments, program="meshrec evaluate")
     check_output(options.json, force=options.force, option="--json")
+    # A single bootstrap sample has no spread.
     if options.intervals < 0 or options.intervals == 1:
         raise ValueError(f"--intervals is {options.intervals}; it must be 0, or 2 and more: 200 will do.")
     run = options.folder()
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     def work(ranks: Ranks) -> None:
         scorer = open_scorer(options, run, ranks, labelled=True)
         result = evaluate_scorer(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
+        # Only rank 0 has the result.
         if result is None:
             return
         num = scorer.dataset.train.num_samples

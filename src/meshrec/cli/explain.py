@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(ExplainOptions, arguments, program="meshrec explain")
     check_output(options.out, force=options.force)
     run = options.folder()
+    # Imported after the options are checked, because these imports take long.
     from meshrec.runs.contributions import BASE, OUTPUT, contributions
     from meshrec.runs.score_file import table_writer
 

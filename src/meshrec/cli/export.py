@@ -78,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"{options.vectors} must end in .parquet or .npy. Name such a file.")
     if options.format == "onnx":
         return _write_onnx(options)
+    # RUN is a package, to be compiled again for this machine.
     if (Path(options.run) / MANIFEST).is_file():
         folder = compile_anew(
             options.run, options.out, sign=options.sign, public_key=options.require_signature
@@ -205,6 +206,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
             items = pa.table({"item": values})
         else:
             vectors = row_vectors(predictor)
+            # Without a catalog, the tower must have a single feature, whose table rows are the items.
             (feature,) = predictor.features
             values = values_of_rows(run, feature, len(vectors))
             items = pa.table({"row": pa.array(np.arange(len(vectors), dtype=np.int64)), feature: values})

@@ -124,6 +124,7 @@ class InspectOptions:
 def main(arguments: Sequence[str]) -> int:
     options = parse(InspectOptions, arguments, program="meshrec inspect")
     page = options.page or options.out.with_suffix(".html")
+    # Check the options before the data is read, which may take minutes.
     log = _log_columns(options)
     check_output(options.out, force=options.force)
     if options.rows is not None and options.rows < 1:
@@ -331,6 +332,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     kinds = sorted({type(feature).__name__ for feature in features.features} | {"Features", "Label"})
     labels = ", ".join(map(constructor_source, features.labels)) + ("," if len(features.labels) == 1 else "")
     loss, names = _loss_source(features.labels)
+    # Without a line for the loss, labels are binary, and the linear part can be fitted.
     model, tables, dense, epochs = _MODELS[not loss]
     trees = _TREES
     if num_rows >= _MANY_ROWS:
@@ -338,6 +340,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     model = model.format(trees=f"fit_trees={trees}, " if _has_lightgbm() else "")
     # Tables start near zero and need many updates, so few rows need small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
+    # Twice per epoch; 80 % of the rows are for training.
     every = max(1, num_rows * 8 // 10 // batch // 2)
     # Samples in a query share a loss, so they cannot be compared by a paired test.
     patience = "chance_patience=6" if options.query is None else "patience=6"

@@ -193,6 +193,7 @@ def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, o
     """
     # About 150 updates per epoch, within these bounds.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
+    # As many epochs as `_STEPS` steps need, but at least 4 and at most 100.
     epochs = min(max(math.ceil(_STEPS * batch / max(parts.num_samples, 1)), 4), 100)
     files = literal_source(tuple(path_from(out.parent, path) for path in data))
     remarks = "".join(f"# Look at this: {reason}.\n" for reason in parts.reasons)

@@ -143,6 +143,7 @@ def main(arguments: Sequence[str]) -> int:
             f"launch {name}: take one of {', '.join(_ACTIONS)}.{did_you_mean(name, list(_ACTIONS))}"
         )
     action, more = _ACTIONS[name], list[str]()
+    # Words after -- are for `meshrec train`, and are not parsed here.
     if "--" in remaining:
         end = remaining.index("--")
         remaining, more = remaining[:end], remaining[end + 1 :]
@@ -212,6 +213,7 @@ def _store(options: StoreOptions) -> int:
     store = host_store(options.address, options.port)
     print(f"the store listens at {options.address}:{store.port}", flush=True)
     try:
+        # The store works in threads of its own.
         threading.Event().wait()
     except KeyboardInterrupt:
         return 0

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         path = folder / "recipe.py"
         text = recipe_text(replace(inspect_options, out=path), proposal, profile.num_rows)
         path.write_text(text, encoding="utf-8")
+        # Executes the proposed recipe, as `meshrec train` would.
         recipe = resolve(f"{path}:recipe")
     data: Any = recipe.data
     training = replace(recipe.training, seed=options.seed, epochs=options.epochs or recipe.training.epochs)

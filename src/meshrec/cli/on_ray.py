@@ -51,6 +51,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
     recipe = dataclasses.replace(job.recipe)
     try:
         result = trainer(recipe, scaling, out=job.runs, run_config=run_config, **options).fit()
+    # Show the worker's error instead of Ray's traceback.
     except train.TrainingFailedError as error:
         raise ValueError(f"the run on Ray failed: {_last_error_line(error)}") from error
     metrics = {name: value for name, value in (result.metrics or {}).items() if isinstance(value, float)}

@@ -214,6 +214,7 @@ def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         source: recipe, task file or saved plan.
         options: options of the command.
     """
+    # A recipe is a name, module:function, or a Python or YAML file. JSON files are tasks or plans.
     if not source.is_file() or source.suffix in (".py", *SUFFIXES):
         if source.suffix in (".py", *SUFFIXES) or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
@@ -302,6 +303,7 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
     batch_size = recipe.training.batch_size if options.batch_size is None else options.batch_size * ranks
     batch = next(iter(dataset.train.batches(batch_size)))
     profile = get_profile(options.hardware or recipe.placement.hardware or "cpu")
+    # Ranks on a single node exchange over the faster links inside the node.
     link = profile.intra if (options.ranks_per_node or ranks) >= ranks else profile.inter
     candidates = layouts(recipe.model.build(dataset), batch.dense, batch.sparse, world_size=ranks, link=link)
     grid = Grid("dense part", "compute, ms", "exchange, ms", "step, ms", "over the best")

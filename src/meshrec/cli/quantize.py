@@ -39,6 +39,7 @@ class QuantizeOptions(RunOptions):
 def main(arguments: Sequence[str]) -> int:
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
     run = options.folder()
+    # Parse before the ranks start, so that a mistake fails early.
     budget = None if options.max_loss is None else _parse_fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:

@@ -33,6 +33,7 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
     lines += ["", "options of the recipe, with the values that it has:"]
     for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
+        # The recipe's name is not an option.
         if not dataclasses.is_dataclass(value):
             continue
         words = "  ".join(_option_words(field.name, value)) or "(it has no options)"

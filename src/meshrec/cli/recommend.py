@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     check_output(options.out, force=options.force)
     if options.keep_seen and options.new_only:
         raise ValueError("--keep-seen and --new-only contradict each other. Leave one of them out.")
+    # None: as in the recipe.
     keep_seen = options.keep_seen or (False if options.new_only else None)
     if options.k < 1:
         raise ValueError(f"-k is {options.k}; it must be at least 1.")

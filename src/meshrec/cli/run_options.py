@@ -56,6 +56,7 @@ def reported_fit(run: RunFolder) -> RunFolder:
     final = finished_refit(run)
     if final is None:
         return run
+    # On several ranks, every rank comes here.
     if os.environ.get("RANK", "0") == "0":
         about = (run.read_json(SUMMARY) or {}).get("final") or {}
         sys.stderr.write(

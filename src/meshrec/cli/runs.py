@@ -204,6 +204,7 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
     names = ["", *(run.path.name for run in runs)]
     figures = [{figure.name: figure for figure in _run_figures(run)} for run in runs]
     results = Comparison(_RESULTS, names, [])
+    # A dict instead of a set, to keep the order of the figures.
     for name in {name: None for of_run in figures for name in of_run}:
         row = [of_run.get(name) for of_run in figures]
         results.rows.append((name, [_format_change(row[0], figure) for figure in row]))
@@ -233,6 +234,7 @@ def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, st
         return text, ""
     change = figure.value - first.value
     text = f"{text} ({change:+,.4g})"
+    # Without a direction, such as for steps, there is no verdict.
     if not change or not figure.better:
         return text, ""
     return text, "better" if (change > 0) == (figure.better > 0) else "worse"

@@ -99,6 +99,7 @@ class LiveScreen:
             TextColumn("{task.fields[quality]}"),
             TimeRemainingColumn(),
             console=console,
+            # The bar disappears at the end, and the summary remains.
             transient=True,
         )
         # Task of the progress bar. Set by the event Started; updates before it are ignored.

@@ -149,6 +149,7 @@ def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, 
         if not equals or name not in models:
             raise ValueError(f"--deltas {text}: give NAME=FOLDER, with the name of a model: {list(models)}.")
         path = run_or_path(Path(folder))
+        # For a run, its subfolder with deltas.
         folders[name] = path / DELTAS if (path / CONFIG).is_file() else path
     return folders
 
@@ -169,6 +170,7 @@ def parse_packages(named: Sequence[str]) -> dict[str, Path]:
     for text in named:
         name, equals, folder = text.partition("=")
         path = Path(folder if equals else text)
+        # `absolute` gives a name for paths such as "." as well.
         name = name if equals else path.absolute().name
         if not name or "/" in name:
             raise ValueError(f"{name!r} cannot name a model. Give NAME=FOLDER, with a name without '/'.")

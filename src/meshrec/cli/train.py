@@ -136,6 +136,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     # Parse twice: recipe options are unknown until the recipe is resolved, for which command options are
     # needed.
     first, _ = parse_known(TrainOptions, words, program="meshrec train")
+    # Without a recipe, there must be a request for help.
     if name is None and not first.resume:
         return _help(words)
     command = _find_recipe(name, first, words, locks)
@@ -169,6 +170,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if job.baselines:
         needs("scipy.optimize", "train")
     device = choose_device(options.device)
+    # The lock of a resumed run is held already; see `_find_recipe`.
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs_folder(options)))
     # A single rank runs in this process, and starts sooner, because no second process must import torch.
     if nproc == 1 and options.max_restarts == 0:
@@ -182,6 +184,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
+        # The ranks find the folder by this variable, and do not lock it.
         environment={RUN_VARIABLE: str(folder.path), START_TIME_VARIABLE: began},
         rank_timeout=options.rank_timeout,
     )
@@ -297,6 +300,7 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
         from meshrec.checkpoint.stored import ObjectStore
         from meshrec.train.stored_run import download_run
 
+        # On another host, the run folder may exist only in the store.
         download_run(options.name, runs, ObjectStore(out))
     launcher_folder = os.environ.get(RUN_VARIABLE)
     if launcher_folder:
@@ -358,6 +362,7 @@ def _report_failure(folder: RunFolder, error: str, code: int) -> int:
     from meshrec.runs.worker import next_commands, record_failed_run
 
     sys.stderr.write(f"meshrec: {error}\n")
+    # Ranks leave this to MeshRec's launcher.
     record_failed_run(folder, error.splitlines()[0])
     if not (folder.path / CONFIG).exists():
         # Keep the folder if the error refers to a file in it.

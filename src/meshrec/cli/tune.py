@@ -59,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(word in HELP for word in words):
         print(recipe_help(f"meshrec tune {source}", recipe, TuneOptions, summary=_SUMMARY))
         return 0
+    # Recipe options given here are repeated in the command printed at the end.
     _, of_recipe = parse_known(TuneOptions, words, program="meshrec tune")
     options, recipe = parse(source, words, recipe, kind=TuneOptions, command="tune")
     if options.trials < 0 or (options.trials == 0 and options.seeds is None):
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         best: dict[str, object] = {}
         if options.trials:
             storage = options.storage or options.runs / f"{recipe.name}-tune.db"
+            # The folder with all runs may not exist yet.
             storage.parent.mkdir(parents=True, exist_ok=True)
             result = tune(
                 recipe, ranks, space, trials=options.trials, storage=storage, seed=options.seed, tell=tell

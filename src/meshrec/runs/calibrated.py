@@ -68,6 +68,7 @@ def fit_curve(
         ValueError: all labels are the same.
     """
     weights = np.ones_like(logits) if weights is None else weights
+    # Both kinds of curve need samples of both classes.
     if labels.min() == labels.max():
         raise ValueError(
             f"all {len(labels):,} validation labels are {labels[0]:g}: nothing can be calibrated. Give more."
@@ -106,6 +107,7 @@ def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibratio
     reader = data_of_run(scorer.recipe.data, run).validation
     if reader is None:
         raise ValueError(f"{run.path} has no validation data to calibrate on. Leave the calibration out.")
+    # Every rank scores a share of the validation data.
     mine = outputs_of(scorer.model, reader, ranks)
     # Every rank gets all validation samples, and therefore fits the same curve.
     every = ranks.collect(mine)

@@ -82,17 +82,20 @@ def contributions(
     features = features_of(run).unlabelled()
     names, kinds = features.columns(), features.fitted_kinds()
     rows = plain_table(read_columns(data, names, kinds, source.csv_format)).select(names)
+    # The first part is the training data.
     background = source.parts()[0] if background is None else background
     background_rows = read_columns(background, names, kinds, source.csv_format)
     background_rows = plain_table(background_rows.slice(0, _MAX_ROWS))
     if not len(background_rows):
         raise ValueError("there are no background rows to compare with. Give some.")
+    # The model is loaded once. `outputs` replaces the data for every table to score.
     scorer = load_scorer(run, ranks, rows, labelled=False, step=step, last=last)
 
     def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
         dataset = open_data(source, run, table, labelled=False)
         scored = Scored.concat(list(gather_scores(scorer._replace(dataset=dataset), ranks)))
         logits: npt.NDArray[np.float64] = scored.logits_B.double().numpy()
+        # A column per class; a single column without classes.
         return logits.reshape(len(logits), -1)
 
     draws = np.random.default_rng(seed)
@@ -133,6 +136,7 @@ def _row_contributions(
     steps = np.arange(len(names) + 1)
     columns = {}
     for column, name in enumerate(names):
+        # Position of the column in every order: at this step, the background value is replaced.
         step_of_change = (orders == column).argmax(1)
         index = np.where(step_of_change[:, None] < steps, 0, drawn[:, None])  # [m, d + 1]
         columns[name] = both[name].combine_chunks().take(pa.array(index.reshape(-1)))

@@ -16,6 +16,7 @@ def explain_run(trainer: Trainer, folder: RunFolder) -> dict[str, Any] | None:
         The explanation as plain JSON types, or None if the run was stopped or has no validation data.
     """
     reader, loss = trainer.dataset.validation, trainer.recipe.loss
+    # A stopped run ends as soon as possible.
     if trainer.stopped or reader is None:
         return None
     explanation = explain(trainer.built.model, trainer.dataset, reader, trainer.ranks, loss=loss)
@@ -37,6 +38,7 @@ def names_of_rows(
     """
     from meshrec.data.features import Buckets, DatePart, Vocabulary
 
+    # Data sources without fitted features have no names for table rows.
     if folder.read_json(FEATURES) is None:
         return {}
     features = features_of(folder)

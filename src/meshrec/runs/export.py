@@ -77,6 +77,7 @@ def export_run(
             checkpoint belongs to another run; also as for `export`.
     """
     recipe = load_recipe(run)
+    # Checked first, before data and weights are loaded.
     if isinstance(recipe.loss, Tasks):
         raise ValueError(
             f"{run.path} learned {[task.name for task in recipe.loss.tasks]}, and a package gives one score. "
@@ -297,6 +298,7 @@ def _unhash_items(
     # The ID under which the hashed table knows each row of the new table.
     ids_I = torch.full((item.rows,), Key.missing_key)
     ids_I[item.rows_of(item.vocabulary)] = torch.from_numpy(key.rows_of(item.vocabulary))
+    # Hashed tables by parameter name, which is the same in both models.
     hashed = {
         f"{path}.{name}": child.hashed_tables()[config.name]
         for path, child in model.named_modules()
@@ -321,6 +323,7 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
     rows = table.storage.initial_values(ids_N)
     slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
+    # A slot of -1 means that the table has no row for the ID.
     rows[is_alive] = table.gather_parts(slots[is_alive], (0, rows.shape[1]))["weight"].float()
     return rows
 
@@ -361,6 +364,7 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
     """
     state: dict[str, Any] = {"quantised": {}}
     load(checkpoint, state)
+    # Loaded before the model, because it has the data types of the tables.
     description = state["quantised"]
     if description.get("run") != run:
         raise ValueError(

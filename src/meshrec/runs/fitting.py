@@ -43,6 +43,7 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
             saved = folder.read_json(FEATURES)
             if saved is None:
                 saved = source.fit().to_json()
+                # Sealed, because changed features would silently change every prediction.
                 folder.write_json(FEATURES, saved, seal=True)
         # An error must reach all ranks: they wait for rank 0 in the broadcast below.
         except Exception as error:

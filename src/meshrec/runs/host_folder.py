@@ -78,6 +78,7 @@ def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     probe, error = ranks.share((probe, error))
     if error is not None:
         return [], error
+    # Poll, because a network file system may show the new file only after some seconds.
     deadline = time.monotonic() + _LOOK_SECONDS
     while not (seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -111,6 +112,7 @@ def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Rank
                 "folder, or leave it out."
             )
         return
+    # Collectives come before the return, because all ranks must call them.
     hosts = ranks.collect(socket.gethostname())
     path = ranks.share(str(folder.path.resolve()))
     if not blind:
@@ -194,12 +196,14 @@ def _claim_folder(job: Job) -> RunLock:
                 return _wait_for_lock(run, job.rank_timeout)
     if launch != "none" and job.store is not None:
         store = ObjectStore(job.store)
+        # The previous host may be gone, together with the run folder.
         name = stored_launch(launch, LAUNCH, store)
         downloaded = None if name is None else download_run(name, job.runs, store)
         if downloaded is not None:
             return _wait_for_lock(downloaded, job.rank_timeout)
     lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
+        # After a restart, `_claim_folder` finds the run by this file.
         lock.folder.write_json(LAUNCH, {"id": launch})
     return lock
 

@@ -127,11 +127,13 @@ def _encode_by_frequency(
     """
     import pyarrow as pa
 
+    # The value for every scored sample. Skipped rows have no sample.
     array = column.combine_chunks().take(pa.array(rows))
     if pa.types.is_nested(array.type):
         raise ValueError(f"a column of {array.type} has no slices. Name one of single values.")
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    # "encode" gives nulls a code, so that they are a slice of their own.
     encoded = array.dictionary_encode("encode")
     codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     counts = np.bincount(codes, minlength=len(encoded.dictionary))
@@ -161,6 +163,7 @@ def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> 
     metrics = sliced_metrics(
         whole.logits_B,
         whole.labels_B,
+        # All values that are not shown fall into the last slice, `others`.
         np.minimum(value_indices, len(names) - 1),
         len(names),
         weights=whole.weights_B,

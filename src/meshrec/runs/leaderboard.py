@@ -102,6 +102,7 @@ def _train_and_evaluate(
     def opened() -> Any:  # again for every model: a dataset counts skipped rows
         return source.dataset(features) if isinstance(source, FittedSource) else source.load()
 
+    # Used for labels and baselines. Every model opens the data again; see `opened`.
     dataset = opened()
     if dataset.validation is None or dataset.test is None:
         raise ValueError("there is no validation or no test data. Give the recipe a split, or files of both.")
@@ -118,6 +119,7 @@ def _train_and_evaluate(
         yield name, {"validation": trainer.validation, "test": {**trainer.test, **classes}}
     tell("the baselines")
     for name, quality, _ in baselines(dataset):
+        # It has an AUC of 0.5 for any data.
         if name != "global mean":
             yield name, {**quality, "test": {**quality["test"], **classes}}
 

@@ -49,6 +49,7 @@ class RunLock:
         if self._file is None:
             raise ValueError(_in_use_message(folder, "process", _read_holder(self._path)))
         try:
+            # Holding `.lock` is not enough: ranks of a killed launcher may still be running.
             for path in sorted(folder.path.glob(".process_rank*")):
                 if not _is_free(path):
                     rank = path.name.removeprefix(".process_rank")
@@ -146,6 +147,7 @@ def _open_locked(path: Path) -> int | None:
                 path,
                 error.strerror,
             )
+            # The file system does not support locks. Continue without one, after the warning.
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         if _is_file_at(path, descriptor):
             _open_descriptors.add(descriptor)
@@ -198,6 +200,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
+    # The file of a rank has only the process ID.
     return content if isinstance(content, dict) else {"pid": content, "host": socket.gethostname()}
 
 

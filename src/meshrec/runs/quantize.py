@@ -76,6 +76,7 @@ def quantize_run(
     else:
         is_refit = measured is not None and measured.path != run.path
         judged = load_trained_model(measured) if measured is not None and is_refit else trained
+        # For a refit, data types are chosen on the first fit, and applied to the refit.
         choice = _choose_precisions(judged, ranks, max_loss, rounding)
         quantised = quantize(
             trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding

@@ -131,7 +131,9 @@ def load_recommender(
         user_indices = positions.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     # The index -1 of an unknown user selects the last user's history. The first condition excludes it.
     has_history = (user_indices >= 0) & (logged.log.stops > logged.log.firsts)[user_indices]
+    # Only models with more features than the history embed user IDs.
     user_ids = None if source.windows else vocabulary_of(features, USER).lookup_values(requested)
+    # With another log, the model is still built for the run's log, whose items it knows.
     dataset = source.dataset_of(logged.log, source.held_out) if data is None else source.dataset(features)
     model, step = load_model(run, ranks, recipe, dataset, step=step, last=last)
     return Recommender(
@@ -297,6 +299,7 @@ def similar_items(
     scores_NI = vectors_IV[index_N] @ vectors_IV.T
     # An item is not similar to itself.
     scores_NI[torch.arange(len(index_N)), index_N] = float("-inf")
+    # An item cannot be similar to itself, so one less than the catalog remains.
     num = min(k, len(catalog.values) - 1)
     best_NK, index_NK = top_k(scores_NI, num)
     return pa.table(

@@ -100,6 +100,7 @@ def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe
             training,
             max_steps=max_steps,
             end_step=max(1, round(step * growth)) if step else 0,
+            # No data is left for evaluations. Only the first fit publishes deltas.
             evaluate_every=None,
             patience=None,
             chance_patience=None,
@@ -148,6 +149,7 @@ def refit(
     again = Trainer(recipe, dataset, ranks, folder=final, observer=observe, stop=stop)
     config = final.read_json(CONFIG)
     if config is not None:
+        # An interrupted refit continues only on the same data.
         check_data(config, dataset, final.path)
     again.resume()
     if ranks.is_first:

@@ -41,6 +41,7 @@ def remove_run(folder: RunFolder) -> list[str]:
         ValueError: the run is still running, or the folder is not a run.
     """
     path = folder.path
+    # The run behind a link may belong to somebody else.
     if remove_link(path):
         return []
     if not is_run(path):

@@ -40,6 +40,7 @@ def write_report(folder: RunFolder) -> None:
 def report_data(folder: RunFolder) -> dict[str, Any]:
     """Return all data for a run's report page, as plain JSON types."""
     config, summary = folder.read_json(CONFIG) or {}, folder.read_json(SUMMARY) or {}
+    # Validation metrics have precedence over test metrics.
     leading = leading_metric({**(summary.get("test") or {}), **(summary.get("validation") or {})}) or "auc"
     return {
         "name": folder.path.name,
@@ -152,6 +153,7 @@ def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
             rank,
             {
                 name: statistics.median(values)
+                # The sort is stable: phases keep their order, and the dense part moves to the end.
                 for name, values in sorted(phases.items(), key=lambda item: item[0] == DENSE)
             },
         )

@@ -68,6 +68,7 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None
     digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
     if len(set(ranks.collect(digest))) == 1:
         return
+    # Exchange all values only if something differs, to name the differences.
     every: list[dict[str, str]] = ranks.collect(words)
     names = sorted({name for values in every for name in values})
     differing = [name for name in names if len({values.get(name) for values in every}) > 1]
@@ -166,6 +167,7 @@ def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
         Option name, such as "data.train", and path.
     """
     if isinstance(value, str | Path):
+        # os.path.exists raises for strings with NUL.
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
     elif isinstance(value, list | tuple):
@@ -202,6 +204,7 @@ def _fingerprint(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
         for number in range(_FINGERPRINT_PARTS):
+            # Parts are spread evenly from the start to the end of the file.
             file.seek(max(0, size - _FINGERPRINT_BYTES) * number // (_FINGERPRINT_PARTS - 1))
             digest.update(file.read(_FINGERPRINT_BYTES))
     return f"{size} bytes {digest.hexdigest()[:16]}"

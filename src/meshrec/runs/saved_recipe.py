@@ -55,6 +55,7 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
         raise ValueError(
             f"{folder.path.resolve()} is not a run: there is no {CONFIG} in it. Name a run's folder."
         )
+    # A recipe created in Python, and not by name, cannot be found again.
     if source is None and not isinstance(config.get("source"), str):
         raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
     # The template provides the classes and defaults, and the configuration provides all recorded values.
@@ -94,10 +95,13 @@ def restore_options(template: T, saved: Any, where: str) -> T:
         name, now = field.name, getattr(template, field.name)
         if name not in saved:
             continue  # newer than the run: its value of today is the default
+        # Classes with their own JSON format, such as `Features`.
         if dataclasses.is_dataclass(now) and hasattr(now, "from_json"):
             values[name] = now.from_json(saved[name])
         elif dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
             values[name] = restore_options(now, saved[name], f"{where}.{name}")
+        # Unchanged values keep the template's object, which may have no JSON form, such as an in-memory
+        # table.
         elif to_json(now) != saved[name]:
             values[name] = value_of(hints[name], saved[name], f"{where}.{name}", remedy=_REMEDY)
     return dataclasses.replace(template, **values)  # type: ignore[type-var]

@@ -55,10 +55,12 @@ def write_scores(
     titles = list(loss.score_names())
     if set(titles) & set(names):
         raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
+    # Reads the first block, so an unknown column raises before anything is scored.
     columns = _ColumnReader(reader, names)
     num_empty = 0
     with table_writer(out) as write:
         for scores in _fill_skipped_rows(scored, reader.num_samples, loss, len(titles)):
+            # All tasks of a row are missing together.
             num_empty += scores[0].null_count
             write(pa.table({**columns.take(len(scores[0])), **dict(zip(titles, scores, strict=True))}))
     return num_empty
@@ -88,6 +90,7 @@ def _fill_skipped_rows(
         # Gaps between row numbers are skipped rows, which get a null score.
         size = int(part.rows_B[-1]) + 1 - num_written
         values, has_score = np.zeros((size, num_tasks), np.float32), np.zeros(size, np.bool_)
+        # Positions in this portion.
         at = part.rows_B.numpy() - num_written
         values[at], has_score[at] = loss.scores(part.logits_B).reshape(-1, num_tasks).numpy(), True
         yield [pa.array(values[:, task], mask=~has_score) for task in range(num_tasks)]

@@ -189,6 +189,7 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
         )
     trained = (run.read_json(CONFIG) or {}).get("data", {})
     today = describe_data(dataset)
+    # Sizes may differ for new data, but not the columns.
     for name in ("features", "num_dense"):
         if name in trained and trained[name] != today[name]:
             raise ValueError(
@@ -269,6 +270,7 @@ class _UnseenValues:
 
     def warn(self, ranks: Ranks) -> None:
         """Log a warning for every feature for which at least half of the values are unseen. Collective."""
+        # Collective, so all ranks call it, although only rank 0 warns.
         counts = ranks.sum(self._counts) if self._counts else []
         for number, feature in enumerate(self._features):
             num, unseen = counts[2 * number : 2 * number + 2]

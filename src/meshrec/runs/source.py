@@ -119,6 +119,7 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         ValueError: the source may not be executed, or no longer exists.
     """
     source, entry = config["source"], config.get("code")
+    # Built-in recipes are part of MeshRec, and need no seal.
     if source in RECIPES:
         return resolve(source)
     if not _is_code(source):
@@ -213,6 +214,7 @@ def _key(*, make: bool) -> bytes | None:
         about = path.stat()
     except FileNotFoundError:
         return None
+    # A key that other users know would let them seal any code in this user's name.
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise ValueError(
             f"others can read or write {path}. Run chmod 600 on it, or remove it to get a new one"
@@ -233,6 +235,7 @@ def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
     if not location.endswith(".py"):
         path = Path(str(importlib.import_module(location).__file__))
         return path.parent, {f"{location.replace('.', '/')}.py": path.read_bytes()}
+    # The file that was executed, even if the current folder has changed since.
     loaded = sys.modules.get(module_name(Path(location)))
     main = Path(location if loaded is None else str(loaded.__file__)).resolve()
     files = {main.name: main.read_bytes()}

@@ -46,6 +46,7 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
     for collection in collections:
         hashed = collection.hashed_tables()
         for config, weight in collection.tables().values():
+            # Collected for the error message.
             feature_names += config.feature_names
             if feature in config.feature_names and config.name in hashed:
                 ids, rows, _ = hashed[config.name].items()

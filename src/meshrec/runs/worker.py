@@ -176,6 +176,7 @@ def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     if ranks.is_first and not logging.getLogger().handlers:
         handlers.append(logging.StreamHandler())
         handlers[1].setLevel(logging.WARNING)
+    # Restored at the end, because the caller may be a Python program with its own logging.
     before = _logger.level, _logger.propagate
     # The file records INFO; the console handler above shows only warnings.
     _logger.setLevel(min(logging.INFO, _logger.level or logging.INFO))
@@ -231,11 +232,13 @@ class _RankRun:
         """Load the data, train, evaluate, write the reports, and return the summary. Collective."""
         stop = StopRequest()
         with stop.listening():
+            # Ranks started by MeshRec's launcher must not outlive it.
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
             # An error file from an earlier start would look like a failure of this start.
             self._folder.discard(self._folder.error(self._ranks.rank))
             self._compare_starts()
+            # Fail now, and not after the first fit.
             check_refit(self._job)
             seed = self._job.recipe.training.seed
             torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
@@ -263,6 +266,7 @@ class _RankRun:
             trainer.run()
             skipped = _merge_skipped(self._ranks.collect(dict(dataset.skipped)))
             summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
+            # After training, when the model has the reported weights.
             summary["explained"] = explain_run(trainer, self._folder)
             if self._job.final is not None and summary["state"] == "finished":
                 self._refit(trainer, summary, stop)
@@ -271,6 +275,7 @@ class _RankRun:
             self._ranks.wait_for_all()
         # A host that received a signal leaves the run. On the other hosts, the launcher restarts the ranks.
         if trainer.stopped and stop.signal is None and restarts_without_host():
+            # The command turns this entry into an exit code by which the launcher restarts the ranks.
             return {**summary, RESTART_REQUESTED: True}
         return summary
 
@@ -349,6 +354,7 @@ class _RankRun:
 
     def _write_inputs(self, trainer: Trainer) -> None:
         """Write ``config.json`` and the plan to the run folder, on rank 0. Collective."""
+        # Collective, so before other ranks return.
         hosts = Counter(self._ranks.collect(socket.gethostname()))
         if not self._ranks.is_first:
             return
@@ -395,6 +401,7 @@ class _RankRun:
         progress = trainer.progress
         error = None
         if not trainer.saver.is_saved:
+            # Without the last checkpoint, the run counts as failed, although training is complete.
             error = f"the last checkpoint could not be saved: {trainer.saver.failures[-1]}"
         return {
             "state": "failed" if error else "stopped" if trainer.stopped else "finished",
@@ -488,6 +495,7 @@ class _RankRun:
         """Download the reported weights from the object store to the run folder, where commands find them."""
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
+            # The best weights first; without validation data, the last checkpoint has them.
             checkpoints = StoredCheckpoints(self._store.under(name), self._folder.path)
             if checkpoints.steps().get(step):
                 checkpoints.download(step, self._folder.path / name)
@@ -499,6 +507,7 @@ class _RankRun:
 
         def tell(share: float) -> None:
             if stop.signal is not None:
+                # Leaves the computation of a baseline, which calls `tell` often.
                 raise _Stopped
             self._notify(Advanced("baselines", share))
 

@@ -85,7 +85,7 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
     model = recipe.model.build(dataset)
     for module in model.modules():
         if isinstance(module, StepSamples):
-            # Some modules need the sample counts of all ranks in a step.
+            # In-batch losses use the samples of all ranks in a step as negatives.
             module.join(ranks.env.world)
     make = _build_sharded if recipe.placement.sharded else _build_unsharded
     built = make(recipe, model, dataset, ranks)

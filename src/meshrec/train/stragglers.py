@@ -72,7 +72,7 @@ def straggler(blocked: Sequence[Sequence[float]], seconds: float) -> Straggler |
     """
     # For how long the other ranks together waited for every rank.
     waited = [0.0] * len(blocked)
-    # Ranks may have recorded different numbers of steps if one is stopped in between; compare common steps.
+    # The lists may differ in length. Compare the steps that all ranks have recorded.
     for step in zip(*blocked, strict=False):
         least = min(step)
         # All other ranks waited for the rank with the shortest time, for as long as they were blocked longer.
