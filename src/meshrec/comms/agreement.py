@@ -113,6 +113,7 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
     Raises:
         ValueError: the plans differ. All ranks raise the same message.
     """
+    # A single rank cannot disagree.
     if group is None or group.size() == 1:
         return
     axis = Axis(size=group.size(), rank=group.rank(), group=group)
@@ -147,4 +148,5 @@ def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
                     f"the ranks hold different plans: table {table!r} of module {path!r}: {reason}. Make the "
                     "plan on one rank and broadcast it (EmbeddingShardingPlanner.collective_plan does)."
                 )
+    # Not reachable: the digest of a plan covers all tables.
     raise AssertionError("digests differ, plans do not")

@@ -194,6 +194,7 @@ class _PolledWork:
                 if self._work.is_completed():
                     self._work.wait()  # raises unless the collective has succeeded
                     return
+            # Created at the first timeout only, because most collectives end earlier.
             listener = listener or Listener(dist.get_process_group_ranks(self._group))
             listener.check()
 
@@ -297,6 +298,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     if _traffic:
         _count_bytes(name, sent, [sent.numel()] * axis.size, axis.rank)
     sent = sent.contiguous()
+    # Memory kept from earlier steps, without page faults.
     received = operators.new_buffer(sent, axis.size * sent.numel())
     work: Any
     try:
@@ -399,6 +401,7 @@ def count_sent(name: str, num_bytes: int) -> None:
         name: name of the exchange.
         num_bytes: bytes sent to other ranks.
     """
+    # Contexts may be nested, and every counter counts.
     for counter in _traffic:
         counter[name] += num_bytes
 
@@ -427,6 +430,7 @@ def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """
     if tensor.is_cpu or "nccl" in dist.get_backend(group):
         return False
+    # Once per process, because every collective would repeat it.
     if tensor.device.type not in _warned_devices:
         _warned_devices.add(tensor.device.type)
         _logger.warning(
@@ -549,6 +553,7 @@ def _silent_peers(ranks: list[int]) -> str:
     """
     store, host = dist.distributed_c10d._get_default_store(), store_host()
     this_rank, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]
+    # Set once the store has answered.
     heard = threading.Event()
     failures: list[str] = []
     deadline = time.monotonic() + _ANSWER_SECONDS

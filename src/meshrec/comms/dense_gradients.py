@@ -92,6 +92,7 @@ class DenseGradients:
         on_cpu = device is None or device.type == "cpu"
         if not on_cpu or links[group] is None:
             peers = None
+            # PeerAverage sends point-to-point messages through gloo.
             if on_cpu and is_gloo(group):
                 peers = PeerAverage(axis, hosts_of_ranks(group), DENSE_GRADIENTS)
             # Without a host link: sockets between hosts, or NCCL on GPUs.
@@ -129,10 +130,12 @@ class DenseGradients:
             # The same operations in the same order as DistributedDataParallel without a hook, for equal bits.
             buffer.mul_(1 / self._axis.size)
         sent = buffer if self.dtype is None else buffer.to(self.dtype)
+        # NCCL: a plain all-reduce of the scaled gradients.
         if not self.adds_in_order:
             work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
             terms = self._in_flight(sent, work)
         elif self._link is not None:
+            # Peers read the gradients from this rank's memory.
             terms = self._in_flight(None, self._link.start(sent, sizes, None, local_sizes, same=False))
         elif self._peers is not None:
             terms = self._peers.start(sent)
@@ -232,6 +235,7 @@ def average_gradients(
         state: state for the model.
         bucket: gradients of some parameters.
     """
+    # The first bucket of a backward pass.
     if bucket.index() == 0:
         state.forget()  # averages left by a failed backward pass
     future = state.start(bucket.buffer())

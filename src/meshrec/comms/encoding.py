@@ -65,6 +65,7 @@ class RowEncoding(NamedTuple):
         Args:
             formats: formats of the tables, in any order.
         """
+        # Formats compare by name.
         distinct = set(formats)
         if len(distinct) == 1:
             only = distinct.pop()
@@ -165,6 +166,7 @@ def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], li
         columns: columns in a row from each source rank.
     """
     blocks = [Block(0, source) for source in columns]
+    # Without the row counts, which differ by batch.
     return _layout(blocks)[1:] if _in_kernels(blocks) else None
 
 

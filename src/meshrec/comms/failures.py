@@ -75,6 +75,7 @@ class _Announcement(NamedTuple):
 
     def error(self) -> Exception:
         """Return the last error as an exception."""
+        # Only known types are created, by name.
         return {kind.__name__: kind for kind in KINDS}.get(self.kind, RuntimeError)(self.text)
 
 
@@ -258,6 +259,7 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
     deadline = time.monotonic() + _SAME_ERROR_SECONDS
     while time.monotonic() < deadline:
         entries = _announcements(ranks)
+        # Another rank already knows that the ranks are out of step.
         if any(entry.is_lost for entry in entries.values()):
             _lost[group] = "this rank"
             return
@@ -265,6 +267,7 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
         if sum(local_position in entry.failed_at for entry in entries.values()) == len(ranks) - 1:
             return
         time.sleep(0.02)
+    # Read once more, for the message.
     entries = _announcements(ranks)
     failed = [rank for rank, entry in entries.items() if local_position in entry.failed_at]
     silent = sorted(set(ranks) - {dist.get_rank(), *failed})

@@ -117,12 +117,14 @@ class Reading:
         # ``arrive`` waits without copying, ``wait`` also copies the messages.
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
+        # Also after an error: the exchange is over for this rank.
         self.is_finished = True
         if link.failure:
             raise RuntimeError(link.failure)
         arguments: tuple[Any, ...] = self.sizes, self.result.element_size(), link.error
         try:
             if make is None:
+                # Allocated only now, so the memory is free while the exchange is in flight.
                 if self.result.numel() != self.num_elements:
                     self.result = operators.new_buffer(self.result, self.num_elements)
                 name, arguments = "wait", (self.result.data_ptr(), *arguments)
@@ -171,6 +173,7 @@ class HostLink:
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
         """Reason why the link can no longer be used; empty while it can."""
+        # The C functions write their error message here.
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
         """Messages which some rank has not read yet, oldest first."""
@@ -237,9 +240,11 @@ class HostLink:
         self.sent.append(message)
         while len(self.sent) > num_unread:
             self.sent.popleft()
+        # An empty tensor with the dtype; `Reading.wait` allocates the memory.
         if result is None:
             result = message.new_empty(0)
         reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
+        # Usually few exchanges are in flight, so the search costs nothing.
         if len(self._in_progress) >= _MANY:
             self._skip_dropped()
         # A weak reference, so that dropping the reading is noticed.
@@ -273,6 +278,7 @@ class HostLink:
         # Closing twice does nothing.
         handle, self.handle = self.handle, None
         if handle is not None:
+            # After a failure, do not wait for peers.
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
         self.failure = self.failure or "the link to the other ranks is closed"
         self.sent.clear()
@@ -353,6 +359,7 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
         The link and an empty string, or None and the reason if a link is not possible. All ranks get a link,
         or none.
     """
+    # For the timeout of the group.
     backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
     try:

@@ -188,6 +188,7 @@ def interface_towards(host: str, port: int) -> str | None:
                 probe.connect(address)
             except OSError:
                 continue
+            # The address from which packets to the host would be sent.
             local_address = probe.getsockname()[0]
         if (
             not ipaddress.ip_address(local_address).is_loopback
@@ -203,6 +204,7 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with contextlib.suppress(OSError):  # it has no IPv4 address
+                # The structure ifreq: 16 bytes of name, then the address, which starts at byte 20.
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 names[socket.inet_ntoa(answer[20:24])] = name
     return names

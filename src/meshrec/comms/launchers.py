@@ -146,6 +146,7 @@ def _tasks_of_this_node() -> int:
         if match is None:
             raise ValueError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}; it must be as srun sets it: 2(x3),1.")
         tasks += [int(match[1])] * int(match[2] or 1)
+    # Position of this node in the job step.
     node = _number("SLURM_NODEID", "0")
     if node >= len(tasks):
         raise ValueError(

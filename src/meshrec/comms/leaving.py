@@ -47,6 +47,7 @@ def _drop_group_references() -> None:
         for cache in [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]:
             if str(cache.__module__).startswith("torch.distributed."):
                 cache.cache_clear()
+    # Reference cycles, such as in a sharded model, also keep groups alive.
     gc.collect()
 
 

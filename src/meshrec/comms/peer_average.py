@@ -73,6 +73,7 @@ class PeerAverage:
             The running collective, whose result is the mean.
         """
         count_start(self.group)
+        # Posts all receives and sends of the terms in this thread, in the same order on all ranks.
         job = _Job(self, sent)
         if self._thread is None:
             # A daemon: a rank may exit when the peers are gone.
@@ -97,6 +98,7 @@ class PeerAverage:
         Returns:
             A torch work object to wait for, per receiver.
         """
+        # The receiver knows the size, too, and does not wait for an empty message.
         if not tensor.numel():
             return []
         count_sent(self._name, len(ranks) * tensor.nbytes)
@@ -127,6 +129,7 @@ class Routes:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
+        # Ranks on every host, ascending.
         self._on_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             self._on_host.setdefault(host, []).append(rank)
@@ -235,6 +238,7 @@ class _Job:
                 _wait(receiving[owner])
                 receiving[owner] = []
                 self._sending += average.send(shares[owner], targets, average.passed_on_tag)
+        # Means which this rank does not pass on.
         for works in receiving.values():
             _wait(works)
 

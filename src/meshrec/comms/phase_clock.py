@@ -114,6 +114,7 @@ class Recorder:
     def _mark(self, name: str) -> None:
         """Record phase ``name`` as starting or continuing now."""
         stamp: float | torch.cuda.Event = time.perf_counter()
+        # An event in the stream, because the host runs ahead of the device.
         if self._on_cuda:
             stamp = torch.cuda.Event(enable_timing=True)
             stamp.record()

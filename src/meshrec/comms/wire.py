@@ -104,6 +104,7 @@ class _Cast(WireFormat):
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.unit, self.kernel_dtype, self.value_bytes = name, dtype, dtype, dtype.itemsize
+        # Codes of casts in the kernels are 0, 1 and 2.
         self.code = (torch.float32, torch.float16, torch.bfloat16).index(dtype)
 
     @override
@@ -149,12 +150,14 @@ class CodedRows(WireFormat):
     @override
     def encode(self, rows: Tensor) -> Tensor:
         num_rows, dim = rows.shape
+        # A single block with a single column.
         columns = [num_rows], [0, 1], [dim], [self.code]
         message: Tensor = operators.wire_encode(rows.float(), *columns, [0], [0], [0], None, 0)[0]
         return message.view(num_rows, self.row_units(dim))
 
     @override
     def decode(self, message: Tensor, dim: int) -> Tensor:
+        # Decoding is the same with and without stochastic rounding.
         columns = [len(message)], [0, 1], [dim], [self._number]
         values: Tensor = operators.wire_decode(message.reshape(-1), *columns)
         return values.view(len(message), dim)
@@ -290,6 +293,7 @@ class TableWires(NamedTuple):
         Raises:
             ValueError: the string is not of this form, or a format does not exist or is not allowed.
         """
+        # Raises the error for other types.
         if not isinstance(text, str):
             return cls(WireFormats.parse(text))
         first, *exceptions = text.split(",")
