@@ -105,6 +105,7 @@ def _delegate(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     """
 
     def method(self: LazyAwaitable[Any], *operands: Any) -> Any:
+        # Both operands may be placeholders.
         operands = tuple(map(awaited, operands))
         return function(*operands, self.wait()) if swapped else function(self.wait(), *operands)
 

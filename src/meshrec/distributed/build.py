@@ -295,6 +295,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         shard = held.of_table(t)
         weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
+        # How the table's state dict tensors are created; None if this rank has the whole table.
         split: TableSplit | None = None if mesh is None else FixedSplit(owners[t], mesh)
         if (admission := admissions[routing.replicated[t]]) is not None and t in admission.storages:
             split = GrowableSplit(t, owners[t], mesh, admission_eviction=admission, axis=env.shard)

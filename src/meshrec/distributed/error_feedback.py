@@ -87,6 +87,7 @@ class ErrorFeedback:
         # A copy, because autograd may use the caller's gradient elsewhere.
         values = values.clone()
         for number, (block, part) in enumerate(self._split_blocks(values)):
+            # First value of the column in a row.
             at = 0
             for c, (use, width) in enumerate(zip(block.columns.uses, block.columns.widths, strict=True)):
                 # Tables in a module may have different formats, and not all use error feedback.
@@ -155,6 +156,7 @@ class ErrorFeedback:
         if previous is None or not len(previous.bags) or not len(rows.which):
             return
         positions = torch.searchsorted(previous.bags, rows.bags).clamp(max=len(previous.bags) - 1)
+        # searchsorted returns an insertion point, which may belong to another bag.
         is_seen = previous.bags[positions] == rows.bags
         # The first row by position takes the residual: adding it to every row would count it twice.
         order = torch.arange(len(rows.which), device=values.device)

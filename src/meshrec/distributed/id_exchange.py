@@ -96,6 +96,7 @@ class SortedIdExchange:
         """Pack the runs into a message, and return it with the number of bytes for every node."""
         runs = [n for lengths in sent for n in lengths]
         packed, sizes = operators.pack_ids(ids, runs)
+        # Byte position of every run in the message. Messages are cut between the runs of different nodes.
         ends = [0, *sizes.cumsum(0).tolist()]
         bounds = [ends[first] for first in accumulate(self._num_bands, initial=0)]
         return packed, [end - start for start, end in pairwise(bounds)]

@@ -146,6 +146,7 @@ class InputDist:
             status |= _WANTS_WEIGHT_GRADS if batch.sample_weights is not None else 0
         except Exception as caught:  # see [Note: how errors reach every rank] in comms/agreement.py
             batch.error, status = caught, _BAD_INPUT
+            # An empty message to every rank, which only says that the input is invalid.
             header = torch.zeros(
                 self._env.shard.size + 1, _HEADER + self._sequence, dtype=torch.int64, device=self.device
             )

@@ -122,6 +122,7 @@ class LookupTables:
         # The table set depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
             routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
+            # New number of every remaining route.
             number = {route: number for number, route in enumerate(routes)}
             work = RankWork(
                 self.work.rectangles,
@@ -174,6 +175,7 @@ class LookupTables:
         routes = set(part.routes)
         selected = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in routes]
         if not self.is_flat(ids):
+            # Output columns of every lookup.
             columns = [columns.tolist() for columns in torch.arange(self._dim).split(self._widths)]
             return grad.view(-1, self._dim)[:, [c for i in selected for c in columns[i]]].reshape(-1)
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
@@ -198,6 +200,7 @@ class LookupTables:
             return list(ids.elements)
         if not ids.ragged:
             return list(map(self._dim.__mul__, ids.batches))
+        # Bags by block and route.
         rows = ids.segments.diff().view(len(ids.batches), -1)
         sizes: list[int] = (rows @ self._route_widths).tolist()
         return sizes

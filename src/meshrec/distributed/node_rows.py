@@ -179,7 +179,9 @@ class NodeRows:
         # Add an offset per band, so that IDs in different bands differ, and remove duplicates in all bands at
         # once.
         keys, inverse = _distinct(ids.values.long() + edges[bands], int(self._edges[-1]))
+        # First distinct ID of every band, and the number of distinct IDs.
         bounds = torch.searchsorted(keys, edges)
+        # Positions among the distinct IDs of the band.
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
         ends = bounds.tolist()
         distinct = [keys[a:b] - edges[band] for band, (a, b) in enumerate(pairwise(ends))]
@@ -244,6 +246,7 @@ class NodeRows:
         parts = [gradients[number].grads.reshape(-1) for number in self._rectangle_indices()]
         device = fetch.slots.values.device
         grad = torch.cat(parts) if parts else torch.empty(0, device=device)
+        # Band of every block, which error feedback needs to name rows by their IDs.
         bands = [owner.bands[x.route] for owner in self._owners for x in owner.work.lookups]
         if encodes:
             grad = codec.encode(grad, flat, names=lambda block, _: fetch.distinct[bands[block]])
@@ -265,6 +268,7 @@ class NodeRows:
             values: IDs, node by node and band by band.
             counts: ``counts[node][band]`` is the number of IDs.
         """
+        # Values per ID in every band, over all column shards on this rank.
         widths = [0] * len(self._local_owner.bands)
         for lookup in self._local_owner.work.lookups:
             widths[lookup.route] += lookup.width

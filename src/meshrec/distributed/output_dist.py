@@ -112,6 +112,7 @@ class Hop:
         # Row-wise sharding gives every rank the same columns, so a single gradient message serves all.
         num_kinds = 1 if len(kinds) == 1 else len(sources)
         if parts is None:
+            # Sums over whole tables start at row 0, and need no order.
             parts = TableParts(sources, [[0] * len(spans) for spans in sources], ())
         columns = [
             codecs.forward.columns(spans, rows)

@@ -254,6 +254,7 @@ def plan_transfers(
         # Every rank has the whole table, so each rank copies from itself.
         sources = old if old is not None else [RankRectangle(target.rank, 0, _whole_table(new))]
         for source in sources:
+            # The transfer is the intersection of both rectangles.
             a, b = source.rectangle, target.rectangle
             r0, r1 = max(a.r0, b.r0), min(a.r1, b.r1)
             c0, c1 = max(a.c0, b.c0), min(a.c1, b.c1)
@@ -355,6 +356,7 @@ class _TableTransport:
                 transfers = list(plan_transfers(before, after, self._axis))
                 with_per_row = set(_transfers_by_row(transfers))
                 for transfer in transfers:
+                    # Other ranks send these rows.
                     if transfer.source.rank != self._axis.rank:
                         continue
                     blocks = _blocks(
@@ -498,6 +500,7 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
         if not parts:
             continue  # a block of waiting IDs has only values per row, which another transfer sends
         num_rows = len(block.keys)
+        # Rows per block.
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)

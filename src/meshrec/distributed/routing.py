@@ -238,6 +238,7 @@ class Routing:
         """
         routes, uses, first = [], [], 0
         for work in self._all_work:
+            # Other column shards receive the same IDs again.
             firsts = [lookup for lookup in work.lookups if lookup.c0 == 0]
             routes += [first + lookup.route for lookup in firsts]
             uses += [lookup.use for lookup in firsts]
@@ -247,6 +248,7 @@ class Routing:
     @cached_property
     def names(self) -> Tensor:
         """A line "TABLE <tab> FEATURE" per use, for error messages in kernels; uint8 characters."""
+        # Operators take no lists of strings, so the names are passed as a tensor.
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 

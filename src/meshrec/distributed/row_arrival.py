@@ -33,6 +33,7 @@ class RowArrival:
 
     def __init__(self, routing: Routing, env: ShardingEnv, *, may_fail: bool) -> None:
         self._env, self.may_fail = env, may_fail
+        # Number of ranks with columns in every band (table, first row, end row).
         bands = Counter(
             band for work in routing.work for band in {(r.table, r.r0, r.r1) for r in work.rectangles}
         )

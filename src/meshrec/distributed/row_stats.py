@@ -86,6 +86,7 @@ class ColumnPeers:
             parts = piece.split([mine[band].numel() for band in bands])
             terms |= {(band, rank): part.view_as(mine[band]) for band, part in zip(bands, parts, strict=True)}
         total: dict[_Band, Tensor] = {}
+        # In column order of the ranks, for equal bits everywhere.
         for band in mine:
             for rank in self._in_order[band]:
                 term = terms[band, rank]

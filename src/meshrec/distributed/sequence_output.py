@@ -89,6 +89,7 @@ class SequenceOutput:
             The running collective, for ``receive_rows``.
         """
         direction = self._directions[0]
+        # Otherwise the lookup kernel has written the message dtype.
         if direction.encodes:
             blocks = self._local_blocks(batch, FORWARD)
             out = direction.codec.encode(
@@ -166,6 +167,7 @@ class SequenceOutput:
             direction: encoding of the rows.
             batch: the batch.
         """
+        # Without the routes for data-parallel tables, whose rows are not sent.
         counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)

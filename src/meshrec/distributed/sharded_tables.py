@@ -475,6 +475,7 @@ class ShardedTables:
                 for updates, gradient in zip(self._updates, gradients, strict=False)
                 for grad in updates.ordinary_gradients(gradient)
             ]
+            # Tables with ``update="on_step"`` follow in ``step``.
             self._apply(gradients, deferred=False)
             # After the update, so marked rows have been changed.
             if self.watch is not None:
@@ -509,6 +510,7 @@ class ShardedTables:
             deferred: True updates the tables with ``update="on_step"``, False updates all other fused tables.
         """
         pairs = list(zip(self._updates, gradients, strict=False))
+        # May communicate and may fail, but changes no table.
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # Tables change from here on. All fallible communication has completed.
         self.num_changes += 1

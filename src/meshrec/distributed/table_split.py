@@ -44,6 +44,7 @@ class FixedSplit:
             module: module with this rank's table shards.
         """
         column, device = module.storage.part_column, module.weight.device
+        # Tensors of every rectangle on this rank, by part name.
         tensors = [table.tensors() for table in module.tables]
         size = (module.num_rows, column(module.dim))
         return {

@@ -50,6 +50,7 @@ class Codec:
         self._routing, self._direction, self._clock = routing, direction, clock
         # By table number.
         self._formats: list[WireFormat] = [pair[direction] for pair in wires]
+        # Only tables split over ranks send rows.
         split = list(compress(self._formats, map(operator.not_, routing.replicated)))
         # Data-parallel tables send no rows, but without any other table the encoding needs some format.
         self.encoding = RowEncoding.from_formats(split or self._formats)
