@@ -67,6 +67,7 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
     order = np.lexsort((times, codes))
     # The same rule as for ratings: simultaneous impressions do not count as earlier.
     past = ratings_before(codes[order], times[order])
+    # In sorted order, as ``past``.
     is_click = _label_values(name, table[label], label)[order] > 0
     clicked = order[is_click]
     num_before = np.concatenate([[0], is_click.cumsum()])

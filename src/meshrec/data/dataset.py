@@ -221,6 +221,7 @@ def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> li
             num_embeddings=group[0].num_embeddings,
             embedding_dim=embedding_dim,
             feature_names=[feature.name for feature in group],
+            # A sum over a history would grow with the length.
             pooling=PoolingType.MEAN if any(feature.sequence for feature in group) else PoolingType.SUM,
         )
         for name, group in groups.items()

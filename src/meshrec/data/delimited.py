@@ -99,6 +99,7 @@ def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
         bad: numbers of the lines that Arrow skipped.
         header: whether the first line is a header.
     """
+    # All lines: parsed ones, skipped ones, and the header.
     lines = np.ones(num_rows + len(bad) + header, dtype=np.bool_)
     lines[bad] = False
     if header:

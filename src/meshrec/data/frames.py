@@ -114,6 +114,7 @@ def read_csvs(
         else _read_csv(path, target, target, form)
         for path, table, target in zip(paths, tables, targets, strict=True)
     ]
+    # For all files together, because they decide about the types.
     keys = partition_keys(paths, kinds)
     return [with_keys(table, keys[path]) for path, table in zip(paths, tables, strict=True)]
 

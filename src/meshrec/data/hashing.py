@@ -24,6 +24,7 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
         Hashes, uint64 [n].
     """
     mask = (1 << 64) - 1
+    # Unsigned arithmetic wraps around, as the algorithm requires.
     mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)

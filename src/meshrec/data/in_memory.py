@@ -162,6 +162,7 @@ class InMemoryReader(IndexedSamples, Reader):
         self._rows = np.arange(len(labels), dtype=np.int64) if rows is None else rows
         self._files = tuple(files) or (RowsOfFile("memory", 0, len(labels)),)
         if label_range is not None:
+            # Negated, so NaN counts as outside, too.
             outside = ~((labels >= label_range[0]) & (labels <= label_range[1]))
             bad = outside.reshape(len(labels), -1).any(axis=1)
             if bad.any():

@@ -67,10 +67,13 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
         if missing is not None:
             check(valid, ~missing, column)
     if columns.action is not None and columns.actions:
+        # Actions are compared as text, whatever the type of the column.
         is_used = pc.is_in(table[columns.action].cast(pa.string()), value_set=pa.array(columns.actions))
         valid &= is_used.to_numpy()
     if columns.rating is not None and columns.min_rating is not None:
+        # A row without a rating does not pass the filter.
         valid &= pc.fill_null(pc.greater_equal(table[columns.rating], columns.min_rating), False).to_numpy()
+    # Before rows are omitted, so these are the row numbers in the log.
     table = table.append_column("row", pa.array(np.arange(table.num_rows)))
     if not valid.all():
         table = table.filter(pa.array(valid))
@@ -198,6 +201,7 @@ def interactions(
     arrays = SortedRows(
         offsets=np.concatenate([[0], np.cumsum(np.bincount(users, minlength=len(values)))]),
         items=ids[order],
+        # Sorted by microseconds, but stored in seconds.
         times=times[order] // 1_000_000,
         rows=table["row"].to_numpy()[order],
     )

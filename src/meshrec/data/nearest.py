@@ -8,6 +8,7 @@ from meshrec.data.faults import DataError
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to a mistyped ``word``; None without a similar name."""
+    # Compared without case, but suggested with it.
     lower = {name.lower(): name for name in names}
     matches = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.7)
     return lower[matches[0]] if matches else None

@@ -61,6 +61,7 @@ def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[lis
         # A bin has a single integer: its start is the result.
         if not shift:
             return [[start for start, _ in of_series] for of_series in searches]
+        # The next pass divides the bins found in this one.
         shift = max(shift - _BINS_LOG2, 0)
 
 

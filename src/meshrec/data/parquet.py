@@ -124,6 +124,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         """Check a file's columns, and return its row groups with rows; none if the file is omitted."""
         try:
             with open_parquet_file(file) as opened:
+                # Readers apply `plain`, so compare the types after it.
                 metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
                 self._partition_columns[file] = self._keys[file].keys() - set(schema.names)
                 for name in sorted(self._partition_columns[file]):

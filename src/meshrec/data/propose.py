@@ -159,6 +159,7 @@ def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> Col
         f"column {column.name!r} tells the label by itself (AUC {column.signal:.4f}): it may be the label in "
         "other words, or known only afterwards. It is taken because there is no other column"
     )
+    # Without the signal, `_choice` does not drop the column again.
     used = _choice(replace(column, signal=None), profile.num_rows, in_order=in_order)
     return used._replace(warning=warning)
 
@@ -469,6 +470,7 @@ def _list(column: Column) -> ColumnChoice:
     """Choose an ID feature for a column with lists, or with several values per string; cut long lists."""
     assert column.max_length is not None
     assert column.mean_length is not None
+    # `_ids` counts rows per value, and a list has several values.
     choice = _ids(replace(column, num_rows=round(column.num_rows * max(column.mean_length, 1e-9))))
     feature = choice.features[0]
     assert isinstance(feature, IdFeature)

@@ -217,6 +217,7 @@ def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
             raise DataError(f"column {name!r} of {where}sample {sample} must be a list, got {shown(value)}")
         flat += value or []
         lengths.append(len(flat))
+    # For messages: the sample of every flattened value.
     sample_of = [sample for sample, value in enumerate(values) for _ in value or []]
     inner = _flat(name, flat, kind.value_type, lambda position: f"{where}sample {sample_of[position]}")
     return pa.ListArray.from_arrays(pa.array(lengths, pa.int32()), inner)
@@ -241,6 +242,7 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
     if int in types and value_kind != "time":
         values = [_convert_number(value, is_whole=value_kind == "integer") for value in values]
     for position, value in enumerate(values):
+        # In Python, bool is a subclass of int.
         if value is not None and (type(value) is bool or not isinstance(value, types)):
             raise DataError(
                 f"column {name!r} of {sample_name(position)} must be {description}, got {shown(value)}"

@@ -135,6 +135,7 @@ def group_by_query(samples: Samples, query: int) -> Samples:
         samples: samples with several labels.
         query: label column with the query; equal values are the same query.
     """
+    # First sample per query, and the query per sample.
     _, first, of_query = np.unique(samples.labels[:, query], return_index=True, return_inverse=True)
     return samples.take(np.argsort(first[of_query], kind="stable"))
 

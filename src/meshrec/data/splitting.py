@@ -88,6 +88,7 @@ class Split:
             if self.by == "random":
                 # A function of the row number, so the split does not depend on blocks or order of
                 # reading.
+                # No column is read for a random split.
                 hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
             else:
                 # Mixed with the seed, so another seed gives another split.

@@ -125,6 +125,7 @@ class ClickSource(Source):
     def block_sizes(self) -> Ints:
         """Rows per block."""
         sizes = np.full(-(-self.num_samples // _BLOCK), _BLOCK, dtype=np.int64)
+        # The last block may be smaller. The slice also works without any block.
         sizes[-1:] = (self.num_samples - 1) % _BLOCK + 1
         return sizes
 
@@ -140,6 +141,7 @@ class ClickSource(Source):
             first: number of the first window to yield.
             size: rows per window.
         """
+        # Random numbers are drawn for the whole block, so earlier windows are drawn as well.
         samples, _ = self.block(block)
         num = len(samples.labels)
         for start in range(first * size, num, size):

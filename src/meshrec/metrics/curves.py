@@ -43,6 +43,7 @@ def score_histograms(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor | Non
     counts = weights > 0
     logits, labels, weights = logits[counts], labels[counts], weights[counts]
     bins = ((logits + _LIMIT) * (_BINS / (2 * _LIMIT))).clamp(0, _BINS - 1).long()
+    # Every row is multiplied by the weight below, so the last two rows get squared weights.
     sums = (labels, 1 - labels, torch.sigmoid(logits), labels * weights, (1 - labels) * weights)
     return torch.stack([torch.bincount(bins, weights * values, _BINS) for values in sums])
 
@@ -57,6 +58,7 @@ def effective_sizes(histograms_5H: Tensor) -> tuple[float, float]:
         histograms_5H: sums from `score_histograms`, over all ranks.
     """
     sums = histograms_5H.sum(1)
+    # Without samples in a class, this gives 0 and not 0 / 0.
     positive, negative = (sums[:2].square() / sums[3:].clamp(min=1e-300)).tolist()
     return positive, negative
 

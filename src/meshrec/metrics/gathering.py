@@ -150,6 +150,7 @@ def encode_ids(column: Tensor, name: str, *, is_floating: bool) -> "np.typing.ND
     """
     if is_floating:
         check_values(name, column, ~column.isnan(), "numbers")
+    # Compared as integers: as floats, some of the bit patterns are NaN.
     codes: np.typing.NDArray[np.int64] = np.unique(
         column.view(torch.int64).cpu().numpy(), return_inverse=True
     )[1]

@@ -83,6 +83,7 @@ class MetricSet:
         self._pending: list[Tensor] = []
         self._num_pending = 0
         self._extra = {
+            # Clones, so the caller's metric is not modified.
             name: _ExtraMetric(metric.clone().to(device), metric.clone().to(device))
             for name, metric in (extra or {}).items()
         }

@@ -33,6 +33,7 @@ class AttentionBlock(nn.Module):
         super().__init__()
         self._num_heads, self._dropout = num_heads, dropout
         self.attention_norm = nn.LayerNorm(width, device=device)
+        # Queries, keys and values in one matrix product.
         self.projections = Linear(width, 3 * width, device=device)
         self.output = Linear(width, width, device=device)
         # Pre-norm: residual connections bypass the norms, which trains stably without warmup.

@@ -239,6 +239,7 @@ class HistoryModel(nn.Module):
             seen: Feature with the seen items; None: ``features.seen``, if any.
         """
         name = self.features.seen if seen is None else seen
+        # IDs that must not be recommended.
         hidden = None if name is None or keep_seen else sparse_features[name]
         query = self.query_vectors(sparse_features)
         new_users = self._new_users(sparse_features[self.features.history].lengths())
@@ -618,6 +619,7 @@ def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) ->
 
 def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
     """Return the first ``size`` bags."""
+    # Then the offset below need not be read from the device.
     if size == bags.lengths().shape[0]:
         return bags
     return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])

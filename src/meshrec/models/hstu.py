@@ -169,6 +169,7 @@ class HSTU(HistoryModel):
         times_given = self._checked_times(sparse_features, history.lengths())
         # Timestamps for all tokens: attention compares new tokens with cached ones.
         times = self._token_times(lengths_B, times_given, history.values().shape[0])
+        # The feature ``item`` gets empty bags, because a lookup needs both features.
         none = torch.zeros_like(items_B)
         requested = KeyedJaggedTensor(
             [*self.features[:2]], ids, lengths=torch.cat([items_B, none]), stride=len(items_B)
@@ -182,6 +183,7 @@ class HSTU(HistoryModel):
             all_LNS = _with_capacity(cache.rows, num_tokens - len(values), num_tokens)
         else:
             all_LNS = tokens.extend_cache(cache.rows, len(values))
+        # Without the spare capacity behind the tokens.
         encoded = extend_all(self.blocks, values, all_LNS[:, :num_tokens], tokens)
         if not is_single:
             is_cached_N = torch.ones(num_tokens, dtype=torch.bool, device=all_LNS.device)
@@ -191,6 +193,7 @@ class HSTU(HistoryModel):
         assert tokens.new_offsets_B1 is not None
         query_BV = self.similarity.convert_queries(encoded[tokens.new_offsets_B1[1:] - 1])
         if self.scores_new_users:
+            # As in `query_vectors`: new users have fixed scores instead of a query.
             query_BV = query_BV * (lengths_B > 0)[:, None]
         return AdvancedHistories(query_BV, TokenCache(all_LNS, lengths_B))
 
@@ -253,6 +256,7 @@ class HSTU(HistoryModel):
         )
         # Index among all items: subtract a start token per sample up to this sample.
         index = torch.arange(num_tokens, device=lengths_B.device) - sample - 1
+        # With one more value, an index is valid even if no sample has items.
         padded_times = torch.cat([values, lengths_B.new_zeros(1)])
         return padded_times[
             torch.maximum(index, times.offsets()[:-1].long()[sample]).clamp(max=padded_times.shape[0] - 1)

@@ -128,6 +128,7 @@ class HSTURanker(nn.Module):
         """
         logits_ML = self.logits(sparse_features)
         targets_B = sparse_features[self.features.candidates[0]].lengths().long()
+        # Samples without candidates keep zeros.
         nonempty = (targets_B > 0).nonzero()[:, 0]
         # Candidates are stored sample by sample.
         last = (targets_B.cumsum(0) - 1)[nonempty]
@@ -316,6 +317,7 @@ class HSTURanker(nn.Module):
         # Position within history and candidates; negative for contextual tokens.
         position_N = position_N - (all_B.cumsum(0) - last_B)[sample_N]
         index_N = offsets[sample_N] + position_N.clamp(min=0)
+        # With one more value, an index is valid even if no sample has timestamps.
         values = torch.cat([times.values().long(), offsets.new_zeros(1)])
         has_time = (position_N >= 0) | (history_B[sample_N] > 0)
         return torch.where(has_time, values[index_N.clamp(max=len(values) - 1)], 0)

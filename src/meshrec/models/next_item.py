@@ -261,6 +261,7 @@ def sampled_softmax(
     scores_TN = scores_TN.masked_fill(target_T[:, None] == drawn_N, float("-inf"))
     logits = [target_scores_T[:, None], scores_TN]
     if history_items is not None:
+        # A history item is in the softmax once, with the score in ``scores_TL``.
         scores_TN = scores_TN.masked_fill(history_items.is_in_history_TN, float("-inf"))
         target_scores_T = target_scores_T * history_items.target_factors_T + history_items.target_additions_T
         logits = [target_scores_T[:, None], scores_TN, history_items.scores_TL]

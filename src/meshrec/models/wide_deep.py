@@ -116,6 +116,7 @@ class WideDeep(nn.Module):
         strengths = torch.tensor(list(shrink), dtype=torch.float32)[:, None] * scales
         self.register_buffer("shrink", strengths.to(dense_device), persistent=False)
         self.shrinks = len(shrink) > 0
+        # Linear weights and an embedding, as in a table row, but no score for trees.
         self.numbers = NumberEmbedding(edges, width - self.first + num_outputs, device=dense_device)
         self.trees = trees
         vectors = self.sparse_arch.F + len(edges)

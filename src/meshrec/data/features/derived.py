@@ -191,6 +191,7 @@ class Buckets(IdFeature):
         """Return the table row of the bucket per value, int64 [n]."""
         need_fitted(self)
         values = floats_of(array, self.part, self.unit, self.time_format)
+        # An edge belongs to the bucket above it.
         rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
         rows[~np.isfinite(values)] = 0
         return rows

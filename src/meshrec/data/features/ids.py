@@ -227,6 +227,7 @@ class IdFeature(ABC):
             return ragged
         # Long lists only lose values at one end, so they stay ranges.
         shorter = np.minimum(lengths, self.max_length)
+        # Cut at the end ("first") or at the start ("last").
         starts = ragged.offsets[:-1] if self.keep == "first" else ragged.offsets[1:] - shorter
         return ragged.ranges(starts, shorter)
 

@@ -143,6 +143,7 @@ class Number:
                 else "is infinite. Repair it"
             )
             checks.require(good, self.source, problem)
+            # Any finite value will do, because these samples are invalid.
             values = np.where(good, values, 0.0)
         values = self._plain(values)
         if self.low is not None:

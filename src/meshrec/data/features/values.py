@@ -415,6 +415,7 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
     if is_text(array.type):
         return parsed_times(array, time_format)
     if pa.types.is_timestamp(array.type):
+        # They may exceed int64 in microseconds. As integers, they are compared with the limit below.
         if array.type.unit in ("s", "ms"):
             return _times(array.cast(pa.int64()), array.type.unit)
         return array.cast(pa.timestamp("us"))  # drop the zone: parts are in UTC

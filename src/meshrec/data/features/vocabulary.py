@@ -135,6 +135,7 @@ class Vocabulary(IdFeature):
                 ) from error
         if kind_of(ordered.values.type) in ("integer", "number"):
             kind, values = _of_one_kind(kind, ordered.values)
+            # Converted values may be equal. Their counts are added up, which changes the order.
             ordered = ordered.with_values(values).by_count()
         num_frequent = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
         size = num_frequent if self.max_size is None else min(num_frequent, self.max_size)
@@ -153,6 +154,7 @@ class Vocabulary(IdFeature):
         rows = self.lookup(hashes)
         unseen = rows < 0
         if unseen.any():
+            # Row 0 is for missing values.
             rows[unseen] = 1 + to_range(mix(hashes[unseen]), self.num_unseen)
         if missing is not None:
             rows[missing] = 0
