@@ -67,6 +67,7 @@ def sha256_of(path: Path, *, max_bytes: int | None = None) -> str:
         DamageError: the path is not a regular file, or the file is larger than ``max_bytes``.
     """
     with open_regular(path) as descriptor:
+        # The size of the open file: the path may be replaced meanwhile.
         num_bytes = os.fstat(descriptor).st_size
         if max_bytes is not None and num_bytes > max_bytes:
             raise DamageError(f"{path} has {num_bytes:,} bytes; at most {max_bytes:,} were expected")
@@ -128,6 +129,7 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
         block = os.pread(descriptor, length, start)
         return hashlib.sha256(block).digest() if len(block) == length else None
 
+    # Digests have a fixed length, so their concatenation is unambiguous.
     tree = hashlib.sha256()
     for number, digest in enumerate(_map_in_threads(block_digest, range(0, num_bytes, BLOCK), name)):
         if digest is None:
@@ -155,6 +157,7 @@ def write_digests(folder: Path, *, sha256s: Mapping[str, str] | None = None) -> 
             raise ValueError(f"{path.name!r} has a line break in it. Rename the file.")
         with open_regular(path) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
+            # Two passes over the file; the second usually reads from the page cache.
             checksums = checksums_of(descriptor, num_bytes, path.name)
             sha256 = (sha256s or {}).get(path.name) or _sha256(descriptor)
             digest = FileDigest(num_bytes, sha256, checksums)
@@ -190,6 +193,7 @@ def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
         DamageError: the content is damaged, or names a file outside the folder.
     """
     # The last line has 13 bytes: "end ", 8 digits, "\n".
+    # Check it before parsing, so damage is not reported as a format error.
     body, end = content[:-13], content[-13:]
     if end != f"end {zlib.crc32(body):08x}\n".encode():
         raise DamageError(f"{source} does not have the checksum that it was written with")
@@ -282,6 +286,7 @@ def _map_in_threads(
     all_starts = list(starts)
     # Only processors that this process may use count, as in a container.
     num_threads = min(len(all_starts), len(os.sched_getaffinity(0)), _MAX_THREADS)
+    # Starting threads would take longer for a small file.
     if num_threads < 2:
         yield from map(function, all_starts)
         return

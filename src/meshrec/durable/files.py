@@ -67,6 +67,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
     try:
         with open(descriptor, "wb") as file:
             yield file
+            # Before the rename, or a crash could leave an empty file under the final name.
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

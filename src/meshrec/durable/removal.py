@@ -180,6 +180,7 @@ def is_below(folder: Path, name: str) -> bool:
 
 def remove_link(path: Path) -> bool:
     """Delete a path if it is a symbolic link. Return whether it was."""
+    # Deletes the link itself; ``remove_named`` does not follow the last part of a path.
     if not path.is_symlink():
         return False
     remove_named(path.parent, [path.name])
@@ -188,6 +189,7 @@ def remove_link(path: Path) -> bool:
 
 def remove_empty(folder: Path) -> bool:
     """Delete a folder if it is empty and not a link. Return whether it was deleted."""
+    # rmdir itself refuses folders with content, and links.
     try:
         os.rmdir(folder)
     except OSError:
@@ -225,6 +227,7 @@ def _remove_content(folder: int, keep: str = "") -> None:
     # Names are relative to open folders, so a folder replaced by a link meanwhile cannot redirect the
     # deletion.
     for name in os.listdir(folder):
+        # Continue after an error, so as much as possible is deleted.
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 descriptor = _open_folder(name, folder)

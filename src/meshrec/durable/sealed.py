@@ -8,6 +8,7 @@ from typing import Any
 
 from meshrec.durable.files import DamageError
 
+# Part of the file format.
 SEAL = "crc32"
 """Name of the field with the checksum."""
 _MAX_INT64 = (1 << 63) - 1
@@ -64,6 +65,7 @@ def parse(content: bytes, name: str) -> Any:
     """
     try:
         value = json.loads(content, object_pairs_hook=_object_of_pairs)
+        # Only escapes can encode surrogates, so the slow check is rarely needed.
         if _SURROGATE.search(content):
             # An unpaired surrogate such as "\ud800" is valid JSON, but fails when written as UTF-8.
             json.dumps(value, ensure_ascii=False).encode()

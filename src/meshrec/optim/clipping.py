@@ -101,6 +101,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
                         _elements(parameter).clamp_(-self._max_gradient, self._max_gradient)
             else:
                 self._last_total_grad_norm = _clip_norm(parameters, self._max_gradient, self._norm_type)
+        # Without the closure, which has already run: the gradients are clipped now.
         self._optimizer.step(None)
         return loss
 

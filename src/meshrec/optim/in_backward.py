@@ -199,6 +199,7 @@ def in_backward_optimizer_filter(
         named_parameters: (name, parameter) pairs, as from ``module.named_parameters()``.
         include: True: yield the parameters updated by the backward pass instead.
     """
+    # torch's own function records a list of optimizers instead of a spec.
     for name, parameter in named_parameters:
         if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:
             yield name, parameter

@@ -386,6 +386,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Run the closure once, then step every optimizer, without a closure."""
+        # Once: every call of the closure accumulates gradients.
         loss = run_closure(closure)
         for _, optimizer in self._optims:
             optimizer.step(None)
@@ -457,6 +458,7 @@ class OptimizerWrapper(KeyedOptimizer):
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Run the closure, ``before_step``, the wrapped optimizer's step, then ``after_step``."""
+        # Before ``before_step``, which needs the gradients.
         loss = run_closure(closure)
         if self._before_step is not None:
             self._before_step()

@@ -36,6 +36,7 @@ _MAX_SEED = 1 << 53  # larger integers are not exact in the kernels' float64 hyp
 _STEP = Hyper._fields.index("step")  # position of the step number in the hyperparameters
 DEFAULT_SEED = 1
 """Default seed for stochastic rounding."""
+# ``ulp(0.0)`` is the smallest positive number, so the bound excludes 0.
 _ABOVE_0 = (math.ulp(0.0), math.inf, "a number above 0")
 _RANGES = {
     "betas": (0, 1, "two numbers in [0, 1)"),
@@ -82,6 +83,7 @@ class OptimizerSpec(ABC):
         (10, 4)
     """
 
+    # No default: fused and dense optimizers rarely share a good learning rate.
     lr: float
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
@@ -245,6 +247,7 @@ class LAMB(OptimizerSpec, kind=OptimizerKind.LAMB):
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    # Unlike in the base class.
     decoupled_weight_decay: bool = True
 
 

@@ -74,6 +74,7 @@ def by_module(
         ValueError: A name matches none or several tables, or a table is named twice.
     """
     names, resolved = full_names(tables), by_full_name(options, tables, subject)
+    # Modules without an option get an empty dict.
     return {
         path: {name: resolved[names[path, name]] for name in table_names if names[path, name] in resolved}
         for path, table_names in tables.items()

@@ -104,6 +104,7 @@ class _Search:
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
     ) -> None:
         self._model, self._losses, self._budget, self._rounding = model, losses, budget, rounding
+        # Tables get unique names, because several modules may have a table with the same name.
         collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
         names_by_path = {
             path: [config.name for config, _ in m.tables().values()] for path, m in collections.items()
@@ -122,6 +123,7 @@ class _Search:
             }
             for name, config, num_rows in tables
         }
+        # Counts the evaluation of the original model, too.
         self._num_evaluations = 1
         # The original model's losses, fp64 [N]. Every candidate is compared with them, sample by sample.
         self._before = losses(model).double()

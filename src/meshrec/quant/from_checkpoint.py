@@ -53,6 +53,7 @@ def quantize_checkpoint(
         ValueError: as in ``quantize``, or the checkpoint lacks a tensor or has it in another shape.
         DamagedCheckpointError: the data is damaged.
     """
+    # Check all arguments before reading the checkpoint.
     check_rounding(rounding)
     folder = find_checkpoint(path)
     manifest = read_manifest(folder)
@@ -125,6 +126,7 @@ def _hashed_blocks(
             f"{folder}: {name!r} must have at most {storage.max_rows:,} rows x {storage.dim}, but the "
             f"checkpoint has {there}. Pass the saved model, and its state entry as entry."
         )
+    # Without IDs, the checkpoint has a fixed table.
     has_ids, first = f"{prefix}{IDS}" in manifest.tensors, 0
     for rows in whole_blocks(folder, manifest, name, record):
         span = (first, first + len(rows))

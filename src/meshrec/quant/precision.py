@@ -84,6 +84,8 @@ def encode_rows(
     """
     if not data_type.bits:
         rows = values.to(data_type.dtype)
+        # A value outside the new type's range has become infinite. Rows that were not converted are not
+        # checked.
         if rows is not values:
             check_rows(rows, data_type, table, first_row=first_row, ids=ids)
         return rows
@@ -111,6 +113,7 @@ def check_rows(
     Raises:
         ValueError: a value is NaN or infinite. The message names the table and the row.
     """
+    # In blocks, because ``isfinite`` creates a temporary tensor as large as its input.
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
         if bool(bad.any()):

@@ -194,6 +194,7 @@ class _QuantizedTables:
             assert isinstance(block.keys, Tensor)
             weights, ids = block.parts["weight"], table.ids_of(block.keys)
             by_key = self._by_key.get(table.rectangle.table)
+            # ``by_key`` exists only if columns are split. Otherwise the rows here are whole.
             if by_key is None:
                 rows = encode_rows(weights, data_type, self._rounding, storage.name, ids=ids)
             else:
@@ -215,6 +216,7 @@ class _QuantizedTables:
         weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
         data_type = self._types[name]
+        # ``params`` has only tables split by columns. In other tables the rows here are whole.
         if table not in params:
             return encode_rows(weights, data_type, self._rounding, name, first_row=first)
         row_params = params[table][first : block.keys.stop]
@@ -321,6 +323,7 @@ def _build_module(
     # Inference: no optimizer, and the ranks and routes stay.
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
     num_tables = len(quantised.storages)
+    # The same plan and routes as before, with new storages and without update rules.
     blueprint = Blueprint(
         plan=old.plan,
         routing=old.routing,

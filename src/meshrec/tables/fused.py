@@ -98,6 +98,7 @@ class WholeTables(tbe.Updater):
                 held.append(here)
                 buffers = [buffer.parameter for buffer in here.gradient_buffers] if rule.deferred else []
 
+                # State dicts read the optimizer state of the rows present at that moment.
                 state_now = functools.partial(_slots_of, table, rule.slot_names)
                 fused[index] = FusedTable(
                     weight, rule, KeyOrderedState(0, state_now), f"table {name!r}", dim, buffers
@@ -115,6 +116,7 @@ class WholeTables(tbe.Updater):
         self._writes = WriteCounter([table.label for table in fused.values()], self._fused)
         admission_eviction = None
         if hashed:
+            # A single process has all keys, so a single interval per table is enough.
             storages = {t: table.storage for t, table in hashed.items()}
             admission_eviction = AdmissionEviction(hashed, storages, {t: [ALL_KEYS] for t in hashed})
             admission_eviction.recount()

@@ -160,6 +160,7 @@ class TableModule(nn.Module):
         Args:
             spec: fused optimizer, which tells the state per row; None: no optimizer state.
         """
+        # An unsharded hashed table is a single rectangle.
         (before,) = self.tables
         table = self.storage.table(_all_rows(self.dim), spec, None)  # type: ignore[attr-defined]
         table.load(before.stream())

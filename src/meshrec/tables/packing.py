@@ -63,6 +63,7 @@ class Packing:
         Args:
             packed: tensor with the parameter's shape.
         """
+        # Return the tensor itself, so a single rectangle keeps its identity.
         if len(self._shapes) == 1:
             return [packed]
         return [
@@ -91,6 +92,7 @@ class Packing:
             for part, n, start in zip(parts, self._rows_per_row, self._starts, strict=False)
         ]
         grads = [part.grads.reshape(-1, self._width) for part in parts]
+        # Coalesced by construction: rows are distinct, and ascend within and across rectangles.
         return torch.sparse_coo_tensor(
             torch.cat(rows)[None],
             torch.cat(grads).to(dtype),

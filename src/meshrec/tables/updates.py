@@ -336,6 +336,7 @@ class TableUpdates:
         for group in groups:
             # A learning rate scheduler may have changed the param_group since the last step.
             group.rule.refresh()
+        # Collective for groups with split tables, so all ranks treat the groups in the same order.
         prepared = [self._prepare_group(group, gradient) for group in groups]
         if self.admission_eviction is None:
             return PreparedUpdates(prepared, None)
@@ -361,6 +362,7 @@ class TableUpdates:
             # Usually a single step number: all tables in the group have had equally many updates.
             for step, members in update.steps.items():
                 rectangles = group.whole
+                # Leave out frozen tables, and tables with other step numbers.
                 if len(members) < len(group.tables):
                     rectangles = [i for i in rectangles if self._rectangles[i].table in members]
                 self._update_whole(rectangles, gradient, group, step)
@@ -385,7 +387,7 @@ class TableUpdates:
         return self._held.gradients(self._dense_gradients(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
-        """Add the gradients of tables with a deferred rule to ``parameter.grad``, until ``optimizer.step()``.
+        """Add gradients to ``parameter.grad``, for the tables updated by ``optimizer.step()``.
 
         Args:
             gradient: gradient for all tables.
@@ -404,7 +406,7 @@ class TableUpdates:
         return self._held.collect(parts) and finite
 
     def collected(self) -> TableGradient:
-        """Return the gradients accumulated by ``collect``, for all tables with a deferred rule.
+        """Return the gradients accumulated by ``collect``, for the tables updated by ``optimizer.step()``.
 
         Raises:
             ValueError: a collected gradient was replaced by a dense gradient.
@@ -421,6 +423,7 @@ class TableUpdates:
 
     def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
         """Prepare the update of the tables with a common rule. Leaves out frozen tables."""
+        # ``requires_grad`` may change between steps, so test it every time.
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
             members = [member for member in members if not self._lacks_gradient(member[1])]
@@ -560,6 +563,7 @@ class TableUpdates:
             gradient: gradient for all tables.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
+        # Width of whole rows, by which the statistics are divided.
         dims = [self._fused[self._rectangles[i].table].dim for i in split]
         steps = [self._fused[self._rectangles[i].table].state["step"] + 1 for i in split]
         hypers = [rule.hyper(step, dim) for step, dim in zip(steps, dims, strict=True)]
@@ -626,6 +630,7 @@ class TableUpdates:
 
     def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
         """Return the dense gradients of ordinary tables, by rectangle number."""
+        # Autograd adds these to ``parameter.grad``.
         weights = self._held.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {

@@ -61,6 +61,7 @@ class RowCache:
     """
 
     def __init__(self, parts: Sequence[RowPart], width: int, *, num_slots: int) -> None:
+        # Parts with a single value per row are one-dimensional.
         shapes = [(num_slots,) if part.per_row else (num_slots, width) for part in parts]
         self.memory = [
             empty_pages(shape, part.dtype, None) for shape, part in zip(shapes, parts, strict=True)
@@ -111,6 +112,7 @@ class RowCache:
             The assigned slots, and the evicted dirty rows. None if too many slots are pinned; then only the
                 CLOCK state has changed.
         """
+        # Evict only as many rows as do not fit into free slots.
         num_free = len(self.keys) - self._index.num_live
         victims = keys[:0]
         if (num_victims := len(keys) - num_free) > 0:

@@ -274,6 +274,7 @@ class FileTable:
             used = cache.use(slots)
             try:
                 absent = slots < 0
+                # Distinct and ascending, as the file and the cache require.
                 missing = keys[absent].unique()
                 self.counts.num_used += len(used)
                 self.counts.num_read += len(missing)
@@ -288,6 +289,7 @@ class FileTable:
                 # The pin's ``wait`` raises the error, where all ranks learn of it. Until then, the slots are
                 # placeholders within the cache.
                 return Resolved(slots.clamp_(min=0), RowsInFlight(self.rectangle[:3], cache, used, error))
+            # Search again, because ``missing`` has each key only once.
             if misses is not None:
                 slots[absent] = cache.find(keys[absent])
                 used = torch.cat([used, misses.slots])
@@ -465,6 +467,7 @@ class FileTable:
                 for to, part in zip(parts, rows, strict=True):
                     to[here] = part[positions[here]]
                 absent &= ~here
+            # All remaining rows come from the file in a single call, which reads neighbors together.
             left = absent.nonzero()[:, 0]
             self.stored.read(keys[left], parts, left)
             return parts
@@ -509,6 +512,7 @@ class FileTable:
         Raises:
             RowFileError: a write fails again.
         """
+        # Wait for the oldest write only; later ones may still be running.
         if len(self._victims) >= _MOST_WRITES:
             self._victims[0].written.exception()
         while self._victims and self._victims[0].written.done():
@@ -585,6 +589,7 @@ class FileTable:
         new = misses.slots if misses is not None else used[:0]
         logs = [(log, log.mark_logged(used, new, train=train)) for log in self._snapshots]
         reads = self._take_from_copies(misses) if misses is not None else None
+        # With nothing to read or log, the batch needs to wait only for earlier batches.
         if reads is not None or any(len(slots) for _, slots in logs):
             self._last_read = self._workers.reader.submit(self._read_and_log, reads, logs)
         return self._last_read
@@ -615,6 +620,7 @@ class FileTable:
             if copy is self._new_rows:
                 self._cache.dirty[misses.slots[here]] = True
             absent &= ~here
+        # New rows are in the cache now. Victims stay listed until they are written.
         self._new_rows = self._new_rows.without(misses.keys)
         return misses._replace(keys=misses.keys[absent], slots=misses.slots[absent]) if absent.any() else None
 
@@ -654,6 +660,7 @@ class FileTable:
         stored.write_initial(
             stored.partly_covered(span.start, span.stop) if span and is_new else stored.unwritten(keys)
         )
+        # A block with only some parts or columns changes the present rows.
         rows = memory_for(self.parts, len(keys), r.c1 - r.c0) if is_whole else self.rows_at(keys)
         low, high = block.columns[0] - r.c0, block.columns[1] - r.c0
         for part, tensor in zip(self.parts, rows, strict=True):
@@ -722,6 +729,7 @@ class RowLog:
         Raises:
             RowFileError: the disk is full, or fails.
         """
+        # An entry's number is its position in the file.
         entries = torch.arange(self._num_rows, self._num_rows + len(slots))
         # Entries are written in order: a reader takes the file size as the number of complete entries.
         failures = records.write(self._file, self._layout, entries, [keys, *memory], slots)
@@ -803,6 +811,7 @@ class RowLog:
         kinds, width = self._parts
         keys, rows = torch.empty(len(entries), dtype=torch.int64), memory_for(kinds, len(entries), width)
         if len(entries):
+            # Open by path: the reader may be a forked process in which the parent's files are closed.
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 here = torch.arange(len(entries))

@@ -295,6 +295,7 @@ class Evictions:
             )
             num_rows = num_times * num_rows + int(self._ranks.sum(torch.tensor([num_staying])))
         num_rows = min(num_rows, spread.number)
+        # All ranks return here together, because ``num_rows`` comes from sums over ranks.
         if num_rows == 0:
             return Candidates(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
         last = nth_smallest(owned, num_rows, spread, self._ranks)
@@ -356,6 +357,7 @@ class Evictions:
         """
         policy = self._storages[number].keys.evict
         assert policy is not None
+        # Slots with rows to consider, per rectangle.
         marks = {
             i: self._tables[i].memory[ALIVE][: self._tables[i].slots.num_slots]
             if with_update

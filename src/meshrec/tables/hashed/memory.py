@@ -96,6 +96,7 @@ class GrowingRows:
             )
         if num_rows <= self.num_rows:
             return
+        # The next power of two, see the note; at most the reserved height.
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
         rows = zip(self.tensors, self.first, self._bits, strict=True)

@@ -260,12 +260,14 @@ class HashedTable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._check_in_memory()
+        # From streamed rows instead of the tensors, so reserved memory is not copied.
         copied = _rebuild((self.rectangle, self.storage, self.spec, None), self.stream(), self.report)
         memo[id(self)] = copied
         return copied
 
     def _check_in_memory(self) -> None:
         """Raise ValueError if the rows are in a file, which is not copied with the model."""
+        # The file table raises the error.
         if self.file is not None:
             self.file.table.__reduce__()
 
@@ -305,6 +307,7 @@ class HashedTable:
     @property
     def report(self) -> TableCounts:
         """Numbers of IDs looked up, admitted and evicted since the table was created, on this rank."""
+        # Computed on request, because it reads the whole sketch.
         self.accounting.report.early = self.admission_counts.early()
         return self.accounting.report
 
@@ -354,6 +357,7 @@ class HashedTable:
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
+        # Evaluation does not count as reading.
         if train and self.storage.is_trainable:
             self.accounting.note_reads(sum(map(len, parts)), num_absent)
         # Only pending slots are counted in ``pins``. Live rows need no count: if they are evicted, the pins
@@ -703,6 +707,7 @@ class KeyOrderedRows:
             keys: position interval; None: all.
         """
         r = self.rectangle
+        # Keys are positions here; ``_first`` converts them to indices in the local lists.
         first, end = (r.r0, r.r1) if keys is None else (max(keys[0], r.r0), min(keys[1], r.r1))
         columns = columns or r.columns
         for start in range(first, end, self._table.block_rows):
@@ -715,6 +720,7 @@ class KeyOrderedRows:
         """Write rows from blocks whose keys are positions. IDs do not change; a part ``ids`` is ignored."""
 
         def by_key() -> Iterator[RowBlock]:
+            """Yield the blocks with hashed keys instead of positions."""
             for block in blocks:
                 assert isinstance(block.keys, range)
                 keys = self._keys[block.keys.start - self._first : block.keys.stop - self._first]
@@ -980,6 +986,7 @@ def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) 
 def _pop_released(table: HashedTable) -> Tensor:
     """Remove and return finished batches' pending slots. A slot used by two batches occurs twice."""
     parts = [_NONE]
+    # Other threads may append meanwhile: ``popleft`` and ``append`` are atomic.
     while table.released:
         parts.append(table.released.popleft())
     parts = [slots for slots in parts if len(slots)]
@@ -1010,6 +1017,7 @@ def _mark_evicted(
     other_pins = [pin for pin in table.in_flight if pin not in updating]
     if not other_pins and not table.released:
         return _NONE, slots
+    # Which slots are victims, by slot: a lookup table for the slots used by each batch.
     pins = table.memory["pins"]
     is_victim = torch.zeros_like(table.memory[ALIVE]).index_fill_(0, slots, True)
     # ``pins`` counts users of pending slots only, and these slots were alive until now: count them here.
