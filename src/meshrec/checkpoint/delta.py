@@ -125,6 +125,7 @@ class RowTracker:
         return counts
 
     def _max_step(self) -> int:
+        """Return the largest optimizer step over all tables, or 0 without tables."""
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
     def _next_mark(self) -> int:

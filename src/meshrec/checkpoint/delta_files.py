@@ -215,6 +215,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
 
 
 def _is_ascending(ids: Tensor) -> bool:
+    """Return whether IDs are sorted, without duplicates."""
     return bool((ids[1:] > ids[:-1]).all())
 
 

@@ -103,6 +103,7 @@ def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 
 
 def _is_run(path: Path) -> bool:
+    """Return whether a folder is a run folder with checkpoints."""
     return (path / CHECKPOINTS).is_dir() or (path / BEST).is_dir()
 
 

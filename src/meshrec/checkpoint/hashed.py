@@ -320,4 +320,5 @@ def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) ->
 
 
 def _ends(keys: range) -> tuple[int, int]:
+    """Return start and end of a range, for ``torch.arange``."""
     return keys.start, keys.stop

@@ -248,6 +248,7 @@ class _FolderCheckpoints:
         return {step: (self.address(step) / MANIFEST).exists() for step in steps}
 
     def check(self, step: int) -> None:
+        """Raise an error if a checkpoint is damaged; the data itself is not verified."""
         read_manifest(self.address(step))
 
     def remove(self, step: int) -> None:

@@ -419,6 +419,7 @@ def _check_values(manifest: Manifest) -> None:
 
 
 def _record_to_json(record: TensorRecord) -> list[Any]:
+    """Convert a tensor record to JSON types. Checksums become a single hexadecimal string."""
     pieces = [
         [*piece[:5], "".join(f"{checksum:08x}" for checksum in piece.checksums)] for piece in record.pieces
     ]
@@ -426,6 +427,11 @@ def _record_to_json(record: TensorRecord) -> list[Any]:
 
 
 def _record_from_json(name: str, encoded: Any) -> TensorRecord:
+    """Parse and validate a tensor record.
+
+    Raises:
+        DamageError: the value is invalid.
+    """
     label = tensor_label(name)
     entry, dtype, shape, pieces = items(encoded, label, 4)
     return TensorRecord(
@@ -439,6 +445,16 @@ def _record_from_json(name: str, encoded: Any) -> TensorRecord:
 
 
 def _piece_from_json(encoded: Any, num_dims: int, tensor: str) -> StoredPiece:
+    """Parse and validate a piece.
+
+    Args:
+        encoded: JSON value.
+        num_dims: number of dimensions of the tensor.
+        tensor: tensor name, for errors.
+
+    Raises:
+        DamageError: the value is invalid.
+    """
     label = f"a piece of {tensor}"
     offset, shape, file, start, rows_per_block, checksums = items(encoded, label, 6)
     written = text(checksums, f"the checksums of {label}")
@@ -455,6 +471,11 @@ def _piece_from_json(encoded: Any, num_dims: int, tensor: str) -> StoredPiece:
 
 
 def _file_from_json(encoded: Any) -> DataFile:
+    """Parse and validate a data file's entry.
+
+    Raises:
+        DamageError: the value is invalid.
+    """
     name, num_bytes, header_bytes, header_checksum = items(encoded, "a file", 4)
     return DataFile(
         text(name, "the name of a file"),
@@ -465,6 +486,7 @@ def _file_from_json(encoded: Any) -> DataFile:
 
 
 def _dims(encoded: Any, label: str) -> tuple[int, ...]:
+    """Parse and validate a tensor shape."""
     shape = integers(encoded, label)
     integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)
     return shape

@@ -90,6 +90,7 @@ def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter for all modules in a training state."""
     for item in state.values():
         if isinstance(item, nn.Module):
             yield from item.named_parameters()

@@ -203,12 +203,14 @@ def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
 
 
 def _header(descriptor: int, num_bytes: int, name: str) -> bytearray:
+    """Read the first ``num_bytes`` of an open data file, which are the header."""
     head = bytearray(num_bytes)
     read_into(descriptor, memoryview(head), 0, name)
     return head
 
 
 def _damaged_error(folder: Path, error: Exception) -> DamagedCheckpointError:
+    """Convert an error to a DamagedCheckpointError that names the checkpoint and says how to proceed."""
     # The message is complete already if a nested call has added the checkpoint and the advice.
     if isinstance(error, DamagedCheckpointError) and str(error).endswith(REMEDY):
         return error
@@ -216,6 +218,7 @@ def _damaged_error(folder: Path, error: Exception) -> DamagedCheckpointError:
 
 
 def _read_error(folder: Path, name: str, error: OSError) -> CheckpointError:
+    """Convert an OSError to a CheckpointError, or to a DamagedCheckpointError if the file is missing."""
     if error.errno in _LOST:
         return DamagedCheckpointError(
             f"checkpoint {folder}: {name} is missing: the save did not finish, or a file was lost "

@@ -97,6 +97,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _read_manifest_start(folder: Path) -> bytes:
+    """Return the first 64 KiB of a folder's manifest; empty if it cannot be read."""
     with suppress(OSError, RuntimeError), open_regular(folder / MANIFEST) as descriptor:
         return os.pread(descriptor, _HEAD_BYTES, 0)
     return b""

@@ -77,10 +77,12 @@ def warn_residuals_dropped(entry: str) -> None:
 
 
 def _prefix(entry: str, rank: int) -> str:
+    """Return the prefix of the names of a rank's residuals in a checkpoint."""
     return f"{_RESIDUALS}.{rank}.{entry}."
 
 
 def _feedback_by_module(model: DistributedModelParallel) -> dict[str, ErrorFeedback]:
+    """Return the error feedback of a model's sharded modules, by module path."""
     tables = {path: getattr(module, "tables", None) for path, module in model.sharded_modules.items()}
     return {
         path: module_tables.feedback

@@ -215,6 +215,7 @@ def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
 
 
 def _load_rows(file: Any, target: _FilledTable) -> None:
+    """Load all rows in an open Parquet file into this rank's part of a table."""
     select = rows_by_id if target.seed is None else rows_in_rectangle
     # Only hashed tables are cleared: a fixed table keeps the rows that are not in the file.
     for table in target.tables if target.seed is not None else ():
@@ -318,6 +319,12 @@ def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, di
 
 
 def _values(array: Any, one: bool) -> Tensor:
+    """Convert an Arrow array to a tensor [N], or a list array to a tensor [N, dim].
+
+    Args:
+        array: Arrow array.
+        one: whether there is a single value per row.
+    """
     flat = _tensor((array if one else array.flatten()).to_numpy(zero_copy_only=False))
     return flat if one else flat.view(len(array), -1)
 
@@ -327,20 +334,24 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _column(part: str) -> str:
+    """Return the Parquet column for a row part."""
     return _ROW if part == "weight" else part
 
 
 def _part(column: str) -> str:
+    """Return the row part for a Parquet column."""
     return "weight" if column == _ROW else column
 
 
 def _arrow_type(pa: Any, manifest: Manifest, name: str) -> Any:
+    """Return the Arrow type of the column for a checkpoint tensor: floats, or lists of floats."""
     record = manifest.tensors[name]
     kind = pa.float16() if record.dtype == torch.float16 else pa.float32()
     return kind if len(record.shape) == 1 else pa.list_(kind, record.shape[1])
 
 
 def _arrow_array(pa: Any, values: Tensor, kind: Any) -> Any:
+    """Convert values [N] or [N, dim] to an Arrow array."""
     # Arrow has no bfloat16.
     values = values.float() if values.dtype == torch.bfloat16 else values
     if values.dim() == 1:

@@ -100,6 +100,7 @@ def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
 
 
 def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
+    """Parse and validate a file's JSON header; see `entries_of`."""
     parsed = parse(header, f"{path} is not a safetensors file: its header")
     return entries_of(parsed, size - 8 - len(header), path)
 

@@ -289,16 +289,19 @@ class PendingSave:
         self._cancel()
 
     def _cancel(self) -> None:
+        """Make the thread stop waiting for notes, and wait until it has ended."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
 
     def _join(self) -> None:
+        """Wait until the thread has ended, and raise its error."""
         if self._thread is not None:
             self._thread.join()
         self._raise_error()
 
     def _raise_error(self) -> None:
+        """Raise the thread's error, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -353,6 +356,7 @@ class PendingSave:
             self._after()
 
     def _has_all(self, notes: Collection[Path]) -> bool:
+        """Return whether all notes exist, in the folder or in the store."""
         if self._store is None:
             return all(note.exists() for note in notes)
         return {note.name for note in notes} <= set(self._store.names())
@@ -476,6 +480,7 @@ class _Save:
             folder.remove()
 
     def _release(self) -> None:
+        """Release the lock on the save's mark, if this rank holds it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             release(lock)

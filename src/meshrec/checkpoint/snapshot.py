@@ -84,6 +84,7 @@ class Snapshot:
 
     @classmethod
     def _fork(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
+        """Fork the writer process, again if it does not start; see `start`."""
         prctl = _prctl()
         parent = os.getpid()
         # The child inherits the buffers, and would write their content a second time.
@@ -153,6 +154,7 @@ class Snapshot:
             self._end(os.waitpid(self._pid, 0)[1])
 
     def _end(self, status: int) -> None:
+        """Record the child's exit status, and close the table snapshots."""
         self._status = status
         if self._frozen is not None:
             self._frozen.close()
@@ -182,6 +184,12 @@ class FrozenParts:
             raise
 
     def _frozen(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a tensor with the same values that may be read in a forked process.
+
+        Args:
+            tensor: the tensor.
+            shared: address ranges of shared memory.
+        """
         if isinstance(tensor, StreamedPart):
             # All parts of a table must come from the same snapshot, or they would be from different moments.
             number = id(tensor.table)

@@ -684,6 +684,7 @@ def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, save
 
 
 def _list_names(names: list[str]) -> str:
+    """Format up to three names, and the number of further names."""
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

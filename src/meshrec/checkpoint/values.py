@@ -88,6 +88,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    """Encode a dict or Counter; see `encode`."""
     counter = isinstance(value, Counter)
     text_keys = all(isinstance(key, str) for key in value)
     # A dict that looks like an encoded tuple or tensor must not be stored as it is: decoding would change it.
@@ -109,6 +110,7 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tens
 
 
 def _key(key: Any) -> Any:
+    """Convert a decoded key to a hashable value."""
     return tuple(key) if isinstance(key, list) else key
 
 

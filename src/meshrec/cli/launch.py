@@ -270,6 +270,7 @@ _ACTIONS = {
 
 
 def _help() -> str:
+    """Return the help text with all subcommands."""
     lines = [
         f"  {name:10} {(action.options.__doc__ or '').splitlines()[0]}" for name, action in _ACTIONS.items()
     ]

@@ -87,6 +87,7 @@ def comparison_data(
 
 
 def _summary_curves(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the ROC and calibration curves in a report; empty without any."""
     curves: dict[str, Any] = report["summary"].get("curves") or {}
     return curves
 

@@ -204,6 +204,7 @@ class Log(LogSource, DataSource):
         return int(self.histories_gib * (1 << 30))
 
     def _files(self, data: Any = None, features: "Features | None" = None) -> "LogFiles":
+        """Return the log's files, or other files, with the columns to read."""
         from meshrec.data.log_parts import LogFiles
 
         paths = self.log if data is None else data

@@ -207,6 +207,7 @@ class Softmax(Loss):
         return tuple(f"score_{label}" for label in self.classes)
 
     def _check(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise ValueError unless the model has an output per class."""
         if outputs.shape != (*labels.shape, len(self.classes)):
             raise ValueError(
                 f"the model returned {list(outputs.shape)} for labels {list(labels.shape)} of "
@@ -269,6 +270,7 @@ class Ranking(Loss):
         return outputs
 
     def _check(self, outputs: Tensor, labels: Tensor) -> None:
+        """Raise ValueError unless there is an output per sample, and two labels."""
         if labels.shape != (*outputs.shape, 2):
             raise ValueError(
                 f"the model returned {list(outputs.shape)} for labels {list(labels.shape)}: Ranking takes "

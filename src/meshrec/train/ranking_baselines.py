@@ -120,6 +120,7 @@ class _Judge:
         return {name: self._metrics(reader, scores) for name, reader in readers.items() if reader is not None}
 
     def _metrics(self, reader: "Reader", scores: Scores) -> dict[str, float]:
+        """Rank all items for the samples of a reader by scores, and return the metrics."""
         scored = []
         batch_size = min(_BATCH, self._block)
         for number, batch in enumerate(reader.batches(batch_size)):

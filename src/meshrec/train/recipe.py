@@ -241,6 +241,7 @@ class TableSource(ABC):
 
 
 def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | None":
+    """Return the rule that assigns rows to data parts, from a source's options; None without ``split_by``."""
     from meshrec.data import Split
 
     if source.split_by is None:

@@ -254,6 +254,7 @@ class EarlyStopping:
 
     @property
     def _is_perfect(self) -> bool:  # only with `PairedTest`, so that runs without it keep all evaluations
+        """Whether the best metric cannot be improved."""
         return self.test.patience is not None and self.best_auc >= 1
 
     def reason(self, metric: str) -> str | None:
