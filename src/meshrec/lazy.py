@@ -20,6 +20,11 @@ def declare_command() -> None:
     _process.is_command = True
 
 
+def is_command() -> bool:
+    """Return whether this process runs MeshRec's command only."""
+    return _process.is_command
+
+
 @contextmanager
 def without_gc() -> Iterator[None]:
     """Turn Python's garbage collection off in a ``with`` block that imports modules.

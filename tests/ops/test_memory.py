@@ -199,15 +199,29 @@ def test_frozen_objects_are_collected_again_afterwards():
     class Mine:
         pass
 
-    before, mine = gc.get_freeze_count(), Mine()
-    mine.own, found = mine, weakref.ref(mine)
-    with frozen_objects():
-        assert gc.get_freeze_count() > before + 1000
-        later = Mine()
-        later.own, seen = later, weakref.ref(later)
-        del mine, later
+    frozen_by_pytest = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        mine = Mine()
+        mine.own, found = mine, weakref.ref(mine)
+        with frozen_objects():
+            assert gc.get_freeze_count() > 1000
+            later = Mine()
+            later.own, seen = later, weakref.ref(later)
+            del mine, later
+            gc.collect()
+            assert seen() is None
+            assert found() is not None
         gc.collect()
-        assert seen() is None
-        assert found() is not None
-    gc.collect()
-    assert found() is None
+        assert found() is None
+    finally:
+        if frozen_by_pytest:
+            gc.freeze()
+
+
+def test_objects_that_the_program_froze_stay_frozen():
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with frozen_objects():
+        pass
+    assert gc.get_freeze_count() >= before > 0

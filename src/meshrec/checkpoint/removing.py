@@ -61,11 +61,17 @@ def check_target(folder: Path) -> None:
         )
 
 
-def saves_in(folder: Path) -> set[str]:
-    """Return the IDs of all saves with files in a folder: the finished save, and killed saves."""
+def saves_in(folder: Path, *, current: str | None = None) -> set[str]:
+    """Return the IDs of all saves with files in a folder: the finished save, and killed saves.
+
+    Args:
+        folder: checkpoint folder.
+        current: ID of the caller's own save, which is left out.
+    """
     head = _read_manifest_start(folder)
     named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
-    return named | {save_mark.id for save_mark in marks(folder, KIND, moved=True)}
+    saves = named | {save_mark.id for save_mark in marks(folder, KIND, moved=True, held=current)}
+    return saves - {current}
 
 
 def remove_saves(folder: Path, saves: set[str]) -> None:

@@ -458,7 +458,7 @@ class _Save:
             plans=self._collected.plans,
         )
         # Read before the old manifest is replaced, because only it names the old files.
-        replaced = saves_in(self.path) - {self.files.nonce}
+        replaced = saves_in(self.path, current=self.files.nonce)
         try:
             content = manifest.to_bytes()
             Manifest.from_bytes(content)  # never replace a checkpoint by one that load would reject

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from meshrec.lazy import is_command
 from meshrec.ops import operators
 from meshrec.ops.library import c_entry_points
 
@@ -111,15 +112,19 @@ def frozen_objects() -> Iterator[None]:
     """Exclude the existing Python objects from garbage collection until the with block ends.
 
     Importing torch creates a million objects. A full collection visits all of them, which stalls a training
-    step or a request for 100 ms.
+    step or a request for 100 ms. Objects that the program had frozen before stay frozen afterwards, and then
+    only MeshRec's own command freezes more: unfreezing cannot tell them apart.
     """
-    # Collect first: freeze() also keeps unreachable objects that are still in memory.
-    gc.collect()
-    gc.freeze()
+    is_first = gc.get_freeze_count() == 0
+    if is_first or is_command():
+        # Collect first: freeze() also keeps unreachable objects that are still in memory.
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_first:
+            gc.unfreeze()
 
 
 # MAP_NORESERVE, which Python names from 3.13 on.
