@@ -69,7 +69,6 @@ def synthetic_impressions(
     )
     log = _simulated(random, num_users, longest, category_I, author_I)
     by_user = {name: random.integers(size, size=num_users) for name, size in _USER_FEATURES.items()}
-    # Index of the user's first impression.
     firsts_N = np.searchsorted(log.user_N, log.user_N)
     index = np.arange(len(log.user_N))
     starts = np.maximum(firsts_N, index - history)
@@ -82,10 +81,8 @@ def synthetic_impressions(
         **{f"history_{name}": Ranges(values, starts, index - starts) for name, values in by_item.items()},
         "history_action": Ranges(log.click_N, starts, index - starts),
         **{name: Ranges(values, index, ones) for name, values in by_item.items()},
-        # Times of the history, then of the impression itself.
         "times": Ranges(log.time_N, starts, index - starts + 1),
     }
-    # The parts follow each other in time, over all users.
     by_time = np.argsort(log.time_N, kind="stable")
     train, validation, test = np.split(by_time, [8 * len(index) // 10, 9 * len(index) // 10])
 
