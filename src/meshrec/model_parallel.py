@@ -93,9 +93,11 @@ class DistributedModelParallel(nn.Module):
         # ``devices``: a single process with several devices. Dense parameters are then on the first.
         first = self._env.devices[0] if self._env.devices else group_device(self._env.world.group)
         self._device = first if device is None else torch.device(device)
+        # Used by ``init_data_parallel``, which may run later.
         self._dense, self._dense_options = dense, dict(dense_options or {})
         sharders = default_sharders() if sharders is None else sharders
         embedding_modules = _embedding_modules(module, sharders)
+        # Replaced by ``reshard``.
         self._plan = self._checked_plan(plan, module, embedding_modules, sharders)
         # Sharded modules by path. The modules stay for the model's whole life; ``reshard`` changes them
         # inside.

@@ -105,6 +105,8 @@ class _QuantizedTables:
         # Scale and bias belong to whole rows, so if columns are split, the ranks must agree on them first.
         # All ranks treat the same tables in the same order, because the treatment is collective.
         cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
+        # Scales and biases by table number, for split hashed tables (here) and split fixed tables
+        # (``params``).
         self._by_key: dict[int, _RowParams] = {}
         params = {}
         for t in cut:

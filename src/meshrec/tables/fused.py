@@ -112,6 +112,8 @@ class WholeTables(tbe.Updater):
                 slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state, strict=True))}
                 fused[index] = FusedTable(weight, rule, slots, f"table {name!r}", dim)
                 mark_in_backward(weight, spec)
+        # The fields below are set once. The module's parameters must stay these objects, see
+        # ``WriteCounter``.
         self._fused = [table.weight for table in fused.values()]
         self._writes = WriteCounter([table.label for table in fused.values()], self._fused)
         admission_eviction = None
@@ -120,6 +122,7 @@ class WholeTables(tbe.Updater):
             storages = {t: table.storage for t, table in hashed.items()}
             admission_eviction = AdmissionEviction(hashed, storages, {t: [ALL_KEYS] for t in hashed})
             admission_eviction.recount()
+        # Placeholder parameters of the hashed tables, by table index.
         self._hashed = {t: tables[t].weight for t in hashed}
         self._updates = TableUpdates(
             LocalShards(held), fused, writes=self._writes, admission_eviction=admission_eviction

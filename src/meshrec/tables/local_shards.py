@@ -124,6 +124,7 @@ class LocalShards:
         self.state = [table.state for table in tables]
         self.is_packed = len(tables) > len(self.held)
         """Whether any parameter holds several rectangles."""
+        # Cached for tables that are not packed, whose memory objects never change.
         self._rows = [table.rows for table in tables]
         self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
         """Index from keys to slots by rectangle number, for rectangles that have one."""

@@ -90,6 +90,7 @@ class TableModule(nn.Module):
     ) -> None:
         super().__init__()
         self.name, (self.num_rows, self.dim), self.storage = name, size, storage
+        # Fixed for the module's life. Resharding builds new table modules.
         self.local_shards = list(shards or ())
         self.split = split
         self.is_sharded = shards is not None

@@ -28,6 +28,7 @@ class UpdateRule:
         self.spec = spec
         """Optimizer with the hyperparameters read by the last ``refresh``."""
         self.deferred, self.seed = deferred, seed
+        # Names of the state tensors, in the order of the kernels.
         self.slot_names = [slot.name for slot in spec.state_slots()]
         hyper = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **hyper}

@@ -277,6 +277,7 @@ class TableUpdates:
         admission_eviction: AdmissionEviction | None = None,
     ) -> None:
         self.admission_eviction = admission_eviction
+        # Shared with the module: the tables' step counts in ``fused`` change at every update.
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
         # Position of each fused table's parameter in ``writes``, which several ``TableUpdates`` may share.

@@ -104,6 +104,7 @@ class RankPool:
         context = get_context("forkserver")
         context.set_forkserver_preload(self._preload)
         pairs = [context.Pipe() for _ in range(self.world_size)]
+        # One pipe and process per rank, from ``_start`` until ``_kill``, which empties the lists.
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
         store = str(self._folder / "store")
         self._processes = [
@@ -124,6 +125,7 @@ class RankPool:
                 del os.environ[SAFE_PATH_VARIABLE]
             else:
                 os.environ[SAFE_PATH_VARIABLE] = safe_path
+        # Close the ranks' ends here, so a rank's death closes its pipe.
         for _, theirs in pairs:
             theirs.close()
 
@@ -182,6 +184,7 @@ class RankPool:
         self._kill()
 
     def _kill(self) -> None:
+        """Kill all processes that still run, and remove the folder in which they met."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()

@@ -64,6 +64,7 @@ class RowFile:
         block = -(-per_block * record // _SECTOR) * _SECTOR
         self.layout = records.RecordLayout(first_key, per_block, block, record, secrets.randbits(32))
         self.num_bytes = -(-num_rows // per_block) * block
+        # Compared with the process ID, to recognize forked children.
         self._owner = os.getpid()
         try:
             self._file, self.is_direct = _create_file(path, self.num_bytes)

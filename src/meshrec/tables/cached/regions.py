@@ -82,6 +82,7 @@ class RowRegions(StoredRows):
         # this class, region numbers count from this region.
         self._offset = rectangle.r0 // region_rows
         # Whether the file has a region, by region number.
+        # Flags are set by ``write_initial`` and ``mark_written``, and never cleared.
         self._is_written = torch.zeros(-(-rectangle.r1 // region_rows) - self._offset, dtype=torch.bool)
 
     def unwritten(self, keys: Tensor) -> list[int]:

@@ -151,6 +151,7 @@ class RowsInFlight(Pin):
     def __init__(
         self, band: tuple[int, int, int], cache: RowCache, used: Tensor, arrival: "Future[None] | Exception"
     ) -> None:
+        # ``_released`` is the cache's list, emptied by the next ``RowCache.use``.
         self._used, self._released, self._arrival = used, cache.released, arrival
         self.band, self.trace = band, cache.trace
 
@@ -204,6 +205,7 @@ class FileTable:
         self.rectangle, self._name = rectangle, name
         self.parts = [start.part for start in starts]
         r = rectangle
+        # Cache and file live as long as the table. ``stored.first`` is set later, by ``set_initial_rows``.
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
         self.stored = stored
         self._new_rows = _UncachedRows(
@@ -692,6 +694,7 @@ class RowLog:
     def __init__(
         self, table: FileTable, path: Path, parts: tuple[Sequence[RowPart], int], num_slots: int
     ) -> None:
+        # From ``FileTable.snapshot`` until ``close``. Only the writing process appends entries.
         self._table, self._path, self._parts = table, path, parts
         # Whether the row now in a slot is in the log, or about to be written to it.
         self._is_logged = torch.zeros(num_slots, dtype=torch.bool)

@@ -101,6 +101,7 @@ class ExactCounts(AdmissionCounts):
         self._k = k
         # The hash index stores slots in 32 bits. Both memories grow with the number of waiting IDs.
         most = (1 << 32) - 1
+        # ``_slots`` maps keys to counters, and ``_memory`` holds the counters. A slot is freed on admission.
         self._slots = HashIndex(most, seed=seed, name=f"the waiting IDs of {name}")
         self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=most, name=name)
 
@@ -143,6 +144,7 @@ class ExactCounts(AdmissionCounts):
 
     @property
     def _counts(self) -> Tensor:
+        """Counter per slot, int64."""
         return self._memory.tensors[0]
 
     def _so_far(self, keys: Tensor) -> Tensor:
@@ -182,6 +184,7 @@ class CountMinSketch(AdmissionCounts):
 
     def __init__(self, k: int, seed: int, *, rows: Span, max_rows: int, num_cells: int) -> None:
         self._k, self._seed, self._max_rows, self._num_cells = k, seed, max_rows, num_cells
+        # First local bucket, and the cells of all local buckets one after another.
         self._first = rows[0]
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
@@ -242,7 +245,7 @@ class CountMinSketch(AdmissionCounts):
     def early(self) -> float:
         """Estimate the probability that a new ID is admitted at the first occurrence.
 
-        This happens if all cells are at ``k - 1`` or more already. Averaged over the buckets.
+        This happens if all cells of the ID are at ``k - 1`` or more already. Averaged over the buckets.
         """
         if self._cells.numel() == 0:
             return 0.0

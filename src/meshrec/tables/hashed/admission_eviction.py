@@ -115,6 +115,7 @@ class AdmissionEviction:
         intervals: Mapping[int, Sequence[Span]],
         ranks: RankGroup | None = None,
     ) -> None:
+        # Fixed for this object's life; resharding creates a new object.
         self.tables, self.storages, self.intervals = dict(tables), dict(storages), dict(intervals)
         self._ranks: RankGroup = ranks or SingleRank()
         self.live = {table: [0] * len(spans) for table, spans in intervals.items()}

@@ -55,6 +55,7 @@ class HashedFile:
     ) -> None:
         table, r0, r1, c0, c1 = rectangle
         parts = [start.part for start in starts]
+        # Fixed for the table's life. ``_rectangle`` has keys, unlike the file table's, which has index slots.
         self._starts, self._rectangle = starts, rectangle
         # Tells table and rectangle to a user who looks into the folder.
         file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"

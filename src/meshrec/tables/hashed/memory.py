@@ -53,6 +53,7 @@ class GrowingRows:
     ) -> None:
         self.first, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
         reserved = [reserve_pages((max_rows, *part.shape[1:]), part.dtype, part.device) for part in row]
+        # Reserved memory for ``max_rows`` rows, one tensor per part, for the table's whole life; or empty.
         self._reserved = [part for part in reserved if part is not None]
         # All or none: ``_make_room`` either takes all tensors from reserved memory or copies all.
         if len(self._reserved) < len(reserved):
@@ -71,6 +72,7 @@ class GrowingRows:
         regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
         self._pages = PagePrefaulter([*regions, *other_regions])
         self.num_rows = 0
+        # These tensor objects stay. ``_make_room`` gives them more memory.
         self.tensors = [part.new_empty(0, *part.shape[1:]) for part in self.first]
 
     @property
