@@ -378,9 +378,11 @@ def _in_memory(name: str, size: str) -> dict[str, Any]:
 
 
 def _pod_security() -> dict[str, Any]:
+    """Return the security context of all pods, which run as an ordinary user."""
     # fsGroup lets this user write to mounted volumes.
     return {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
 
 
 def _container_security() -> dict[str, Any]:
+    """Return the security context of all containers, which have no privileges."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

@@ -55,7 +55,7 @@ class DenseGradients:
         ends_with_backward: whether buckets are averaged in a callback at the end of the backward pass, and
             not in the hook for the last bucket. Set before the first step. It must be False if DDP has a
             static graph: DDP then calls the hooks in a final callback, which would wait for a later callback
-                forever.
+            forever.
     """
 
     def __init__(

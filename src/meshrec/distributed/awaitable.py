@@ -92,7 +92,8 @@ class LazyAwaitable(Generic[W]):
         return func(*args, **kwargs)
 
 
-def _raise(error: BaseException) -> NoReturn:  # an expression cannot contain ``raise``
+def _raise(error: BaseException) -> NoReturn:
+    """Raise ``error``. A function, because an expression cannot contain ``raise``."""
     raise error
 
 

@@ -126,6 +126,7 @@ class ColumnPeers:
             return self._row_stats(touched, optimizer, hyper)
 
     def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+        """Compute `row_stats`, in as many exchange rounds as the optimizer needs."""
         formula = formula_of(optimizer)
         whole = [rows.grad.new_zeros(rows.grad.shape[0], len(RowSum)) for rows in touched]
         for sums in _exchange_rounds(formula):
@@ -175,6 +176,7 @@ class _Band(NamedTuple):
 
 
 def _band(rectangle: Rectangle) -> _Band:
+    """Return the row interval which a rectangle covers."""
     return _Band(rectangle.table, rectangle.r0, rectangle.r1)
 
 

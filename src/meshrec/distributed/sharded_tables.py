@@ -266,6 +266,7 @@ class ShardedTables:
         return batch
 
     def _advance(self, batch: LookupBatch, stage: Stage) -> None:
+        """Run all stages of a batch up to and including ``stage``; see `advance`."""
         # Not decorated, because ``advance`` and ``look_up`` announce failures.
         if batch.stage < Stage.EXCHANGED <= stage:
             with phase("ids") if recorders else OFF:

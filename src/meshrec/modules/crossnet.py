@@ -184,5 +184,6 @@ def _biases(num_layers: int, size: tuple[int, ...], device: torch.device | None)
 
 
 def _check_positive(name: str, value: int) -> None:
+    """Raise ValueError if the argument ``name`` is below 1."""
     if value < 1:
         raise ValueError(f"{name} must be 1 or more, got {value}.")

@@ -240,11 +240,13 @@ def _can_check(lengths: Tensor) -> bool:
 
 
 def _check_length(name: str, length: int) -> None:
+    """Raise ValueError if the argument ``name`` is below 1."""
     if length < 1:
         raise ValueError(f"{name} must be 1 or more, got {length}.")
 
 
 def _too_long(where: str, length: int, limit: int) -> str:
+    """Return the error message for a bag with more IDs than there are position weights."""
     return (
         f"{where} has {length} ids, but there are weights for {limit} positions. Cut the bags, or raise the "
         "maximal length."

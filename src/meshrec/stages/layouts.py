@@ -352,6 +352,7 @@ def _tables_of_one_row(model: nn.Module) -> Iterator[None]:
 
 
 def _one_row(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
+    """Return a collection with the same tables, but with a single row per table."""
     if isinstance(module, EmbeddingCollection):
         return EmbeddingCollection([replace(c, num_embeddings=1) for c in module.embedding_configs()])
     configs = [replace(config, num_embeddings=1) for config in module.embedding_bag_configs()]
@@ -359,5 +360,6 @@ def _one_row(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
 
 
 def _set_submodule(model: nn.Module, path: str, child: nn.Module) -> None:
+    """Replace the submodule of ``model`` at ``path`` by ``child``."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, child)

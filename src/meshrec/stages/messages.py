@@ -177,6 +177,7 @@ class RankExchange(Exchange):
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, message)
 
     def _receive_header(self, peer: int, message: Message) -> _Header:
+        """Receive a header which the stage ``peer`` has sent with `_send_header`."""
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._receive(first, peer, message)
         length = int(first[:8].view(torch.int64))
@@ -187,12 +188,14 @@ class RankExchange(Exchange):
         return _Header(*pickle.loads(bytes(second.tolist())))
 
     def _send(self, tensor: Tensor, peer: int, message: Message) -> None:
+        """Start to send a tensor to the stage ``peer``, as part of ``message``."""
         destination = dist.get_global_rank(self._group, peer)
         work = dist.isend(tensor, destination, group=self._group, tag=self._tag(message))
         # The buffer must outlive the send.
         self._sends.append((work, tensor))
 
     def _receive(self, tensor: Tensor, peer: int, message: Message) -> None:
+        """Fill a tensor with the next part of ``message`` from the stage ``peer``."""
         dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
 
     def _tag(self, message: Message) -> int:

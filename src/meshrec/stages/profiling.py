@@ -48,8 +48,7 @@ def measure_and_choose(
     """Measure every unit on a batch, and choose the stages, the number of splits, or both.
 
     The training run is not changed: model buffers and torch's CPU random generator are restored, and tables
-        are
-    looked up but not updated.
+    are looked up but not updated.
 
     Args:
         traced: traced model.
@@ -338,11 +337,13 @@ def _floats_want_gradients(leaf: Any) -> Any:
 
 
 def _as_input(leaf: Any) -> Any:
+    """Return a detached copy of a tensor, which keeps ``requires_grad``; return other leaves unchanged."""
     # Copied, because values are measured repeatedly and a unit may change them in place.
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
+    """Call ``function``, and return the result and the seconds."""
     start = time.perf_counter()
     result = function(*args, **kwargs)
     return _TimedResult(result, time.perf_counter() - start)

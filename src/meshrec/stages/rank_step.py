@@ -264,6 +264,7 @@ class RankStep:
             self._run.tables_backward()
 
     def _run_action(self, action: str, k: int) -> None:
+        """Run an action of `schedule`, except "agree", for split ``k``."""
         run = self._run
         if action == "tables":
             run.tables()

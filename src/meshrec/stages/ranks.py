@@ -288,6 +288,7 @@ def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
 
 
 def _has_submodule(part: nn.Module, path: str) -> bool:
+    """Return whether the stage has a submodule at ``path``."""
     try:
         part.get_submodule(path)
     except AttributeError:

@@ -157,6 +157,7 @@ def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _split_keyed_jagged(value: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
+    """Divide a KeyedJaggedTensor by samples; see `split`. All keys must have the same number of bags."""
     # Values are stored key by key, so a split takes a contiguous span from every key.
     if value.variable_stride_per_key():
         raise ValueError(
@@ -187,6 +188,7 @@ def _split_keyed_jagged(value: KeyedJaggedTensor, sizes: Sequence[int]) -> list[
 
 
 def _split_jagged(value: JaggedTensor, sizes: Sequence[int]) -> list[JaggedTensor]:
+    """Divide a JaggedTensor by samples; see `split`."""
     offsets, weights = value.offsets(), value.weights_or_none()
     # First sample of every split, and the batch size.
     bounds = list(itertools.accumulate(sizes, initial=0))

@@ -141,6 +141,7 @@ class ThreadExchange(Exchange):
         # In the sending stage's thread, because its CUDA stream is the current one there.
         ready = link.ready(plain)
 
+        # Runs in a carrier thread, so that the sending stage continues meanwhile.
         def carry() -> None:
             start = time.perf_counter()
             try:

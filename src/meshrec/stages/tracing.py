@@ -102,6 +102,7 @@ class _Tracer(fx.Tracer):
     """torch.fx tracer which keeps a submodule as a single node only if the submodule cannot be traced."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether to keep a submodule as a single node, without tracing into it."""
         # The last layer is a unit, as nn.Linear is: a stage may start at it.
         return isinstance(m, (*_TABLES, LogitLinear)) or super().is_leaf_module(m, module_qualified_name)
 
@@ -223,11 +224,13 @@ class _Groups:
         self.root: dict[fx.Node, fx.Node] = {node: node for node in nodes}
 
     def find(self, node: fx.Node) -> fx.Node:
+        """Return the node that represents the unit of ``node``."""
         while self.root[node] is not node:
             node = self.root[node]
         return node
 
     def merge(self, one: fx.Node, other: fx.Node) -> None:
+        """Merge the units of two nodes."""
         self.root[self.find(other)] = self.find(one)
 
 
