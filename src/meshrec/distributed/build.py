@@ -427,7 +427,7 @@ def compile_routing(
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
     """Raise ValueError if a shard of a quantized table starts within a byte.
 
-    int4 rows have two columns in a byte, so their shards must start at even columns.
+    For example, int4 rows have two columns in a byte, so shards must start at even columns.
 
     Args:
         storages: row storage by table name.

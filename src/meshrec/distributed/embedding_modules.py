@@ -128,7 +128,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
 
     @property
     def num_clamped_ids(self) -> int:
-        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced on this rank so far."""
         return self.tables.num_clamped_ids
 
 

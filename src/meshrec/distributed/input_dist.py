@@ -116,7 +116,7 @@ class InputDist:
 
     @property
     def num_clamped_ids(self) -> int:
-        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced on this rank so far."""
         return int(self._num_clamped)
 
     def send_sizes(self, features: KeyedJaggedTensor, *, trains: bool) -> LookupBatch:

@@ -156,7 +156,7 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return the output value count for every route, int64 [..., K], where K is the route count.
+        """Return the number of output values for every route, int64 [..., K], with K routes.
 
         Args:
             bags: bags in every route, int64 [..., K].
@@ -193,7 +193,7 @@ class LookupTables:
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Return the output value count for every rank that sent IDs, in the order of the IDs."""
+        """Return the number of output values for every rank that sent IDs, in the order of the IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -214,7 +214,7 @@ class LookupTables:
 
         Args:
             ids: IDs to look up, or slots in tables with an index.
-            num_elements: ``sum(block_sizes(ids))``, the output value count.
+            num_elements: ``sum(block_sizes(ids))``, the number of output values.
 
         Returns:
             Output [total bags, columns], or flat [num_elements] if ``is_flat(ids)``, in ``out_dtype``.

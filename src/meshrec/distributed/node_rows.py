@@ -61,7 +61,7 @@ class _Owner(NamedTuple):
     work: RankWork
     """The owner's rectangles, with a route per band, and a lookup per band and rectangle."""
     bands: list[int]
-    """The number for every band. Bands are counted over the owners on all nodes."""
+    """Numbers of these bands, counted over the owners on all nodes."""
     columns: list[tuple[Columns, Columns]]
     """Message columns for every lookup, for embeddings and for gradients."""
 
@@ -130,7 +130,7 @@ class NodeRows:
         self.fetched = FetchedRows()
         self._work = inside.work[env.local.rank]
         bands = sorted({_band_of(routing, route) for route in self._work.routes})
-        # The number for every band (table, first row, end row) whose owner has this local rank, in table
+        # Number of every band (table, first row, end row) whose owner has this local rank, in table
         # order.
         band_index = {band: number for number, band in enumerate(bands)}
         self._band_of_route = torch.tensor(

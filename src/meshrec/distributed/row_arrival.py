@@ -37,7 +37,7 @@ class RowArrival:
         bands = Counter(
             band for work in routing.work for band in {(r.table, r.r0, r.r1) for r in work.rectangles}
         )
-        # The number for every band (table, first row, end row) with columns on several ranks.
+        # Number of every band (table, first row, end row) with columns on several ranks.
         self._bands = {band: number for number, band in enumerate(b for b in sorted(bands) if bands[b] > 1)}
 
     def wait(self, pins: Sequence[object]) -> None:

@@ -218,7 +218,7 @@ class ShardedTables:
 
     @property
     def num_clamped_ids(self) -> int:
-        """Invalid IDs on this rank which ``BoundsCheckMode.WARN`` has replaced so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced on this rank so far."""
         return self._input.num_clamped_ids
 
     @announced_on_failure

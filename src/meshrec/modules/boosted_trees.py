@@ -70,7 +70,7 @@ class BoostedTrees(nn.Module):
         """Replace all trees in the module. If there are fewer than ``num_trees``, the others return 0.
 
         Args:
-            trees: Root nodes.
+            trees: Root of every tree.
 
         Raises:
             ValueError: There are more trees than ``num_trees``, or a tree has more levels than
@@ -91,7 +91,7 @@ class BoostedTrees(nn.Module):
                 node: Subtree root.
                 tree: Tree index.
                 index: Position of ``node`` in the level, from 0 on the left.
-                level: Number of splits above ``node``.
+                level: Splits above ``node``.
             """
             if isinstance(node, Leaf):
                 # Threshold inf below a shallow leaf: samples go left down to this leaf's slot.

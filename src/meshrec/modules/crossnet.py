@@ -21,8 +21,8 @@ class CrossNet(nn.Module):
     """Cross network with full-rank kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layers.
+        in_features: Width of input and output.
+        num_layers: Number of cross layers.
         device: Parameter device.
 
     Example::
@@ -49,8 +49,8 @@ class LowRankCrossNet(nn.Module):
     """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layers.
+        in_features: Width of input and output.
+        num_layers: Number of cross layers.
         low_rank: Kernel rank. V_l is [low_rank, in_features], and W_l is [in_features, low_rank].
         device: Parameter device.
 
@@ -82,8 +82,8 @@ class VectorCrossNet(nn.Module):
     """Cross network with a kernel vector w_l per layer: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layers.
+        in_features: Width of input and output.
+        num_layers: Number of cross layers.
         device: Parameter device.
     """
 
@@ -108,8 +108,8 @@ class LowRankMixtureCrossNet(nn.Module):
     g(C_lk g(V_lk x)) + b_l)``. A single expert has no gate.
 
     Args:
-        in_features: Input and output columns.
-        num_layers: Cross layers.
+        in_features: Width of input and output.
+        num_layers: Number of cross layers.
         num_experts: Experts per layer. All layers share the gates G_k.
         low_rank: Expert kernel rank.
         activation: Activation g, a tensor function or a module.

@@ -10,13 +10,15 @@ torch.fx.wrap("dot_interaction")
 
 
 class DotInteraction(nn.Module):
-    """DLRM interaction: concatenates a dense vector and all dot products among it and F sparse vectors.
+    """DLRM interaction: a dense vector, followed by pairwise dot products.
+
+    The pairs are all pairs among the dense vector and F sparse vectors (embeddings).
 
     Source: Naumov et al., "Deep learning recommendation model for personalization and recommendation systems"
     (2019).
 
     Args:
-        num_sparse_features: Number of sparse vectors F (embeddings).
+        num_sparse_features: Sparse vector count F.
     """
 
     def __init__(self, num_sparse_features: int) -> None:

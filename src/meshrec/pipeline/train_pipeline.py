@@ -28,9 +28,9 @@ class TrainPipeline:
     last group may have fewer batches.
 
     The model is not traced, so any model works. The lookup of a sharded module starts early if the module's
-    input is a KeyedJaggedTensor which the batch contains, at any depth: in a mapping, a sequence, a dataclass
-    field, or an attribute of an object. Otherwise the module runs the plain lookup. In eval mode, the pipeline
-    only computes outputs.
+    input is a KeyedJaggedTensor which the batch contains, at any depth: in a mapping, a sequence, a
+    dataclass field, or an attribute of an object. Otherwise the module runs the plain lookup. In eval mode,
+    the pipeline only computes outputs.
 
     The tensors in a batch must not change until the batch is trained. If the loader reuses tensors from an
     earlier batch, the pipeline raises ValueError. Writes through NumPy are not detected. If the loader draws

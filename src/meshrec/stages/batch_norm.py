@@ -1,7 +1,7 @@
 """Update batch norm running statistics once per batch instead of once per split (microbatch).
 
 A staged model normalizes every split by the mean and variance of that split, as every pipeline does. Without
-this module, batch norm would also update its running statistics once per split. With this module, the running
+this module, batch norm would also update the running statistics once per split. With this module, the running
 statistics are updated once per batch, by the mean and variance of the whole batch. Evaluation results
 then do not depend on the number of splits in training.
 """

@@ -101,7 +101,7 @@ def best_cut(
 
     Args:
         costs: seconds per split for every unit, in an executable order.
-        needs: for every unit, which units it reads results from, by number.
+        needs: for every unit, the numbers of the units from which it reads results.
         num_stages: stage count, each with at least one unit.
         num_splits: splits per batch.
         links: seconds per split and direction to send all values across a cut, by cut position. A position
@@ -171,7 +171,7 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
     """Return the largest number of stages for which `best_cut` finds a cut.
 
     Args:
-        needs: for every unit, which units it reads results from, by number.
+        needs: for every unit, the numbers of the units from which it reads results.
         shared: for every parameter used by several units, the numbers of these units.
     """
     # Longest chain of positions, as sets, that ends at a position. Positions are sorted by size, so all
@@ -226,7 +226,7 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
     `MAX_CUTS` positions, return only sets that contain the first units in unit order, and False.
 
     Args:
-        needs: for every unit, which units it reads results from, by number.
+        needs: for every unit, the numbers of the units from which it reads results.
     """
     masks = [sum(1 << n for n in unit_needs) for unit_needs in needs]
     # Graph search from the empty set: add any unit all of whose inputs are in the set.

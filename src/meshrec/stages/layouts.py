@@ -62,7 +62,7 @@ class _Problem:
     """The traced model, the batch and the machine for which layouts are compared.
 
     Attributes:
-        traced: traced model with its units; see [Note: units, stages, splits and lanes].
+        traced: traced model with units; see [Note: units, stages, splits and lanes].
         programs: executable program for every unit.
         taken: values that units read from the global batch, by value name.
         batch: number of samples in the global batch.

@@ -45,7 +45,7 @@ def measure_and_choose(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measure every unit on a batch, and choose the stages, the number of splits, or both.
+    """Measure every unit on a batch, and choose the stages, the split count, or both.
 
     The training run is not changed: model buffers and torch's CPU random generator are restored, and tables
     are looked up but not updated.
@@ -101,7 +101,7 @@ def measure_and_choose(
 
 
 class _Measured(NamedTuple):
-    """Result for a split count: the best cut, its seconds per step, and a lower bound over all cuts."""
+    """Result for a split count: the best cut, the seconds per step, and a lower bound over all cuts."""
 
     stage_of: list[int]
     seconds: float
@@ -119,7 +119,7 @@ def measure_units(
 ) -> list[UnitCost]:
     """Measure the forward and backward seconds per split for every unit.
 
-    If a unit runs once per batch, its time is divided by the number of splits. Several threads run the same
+    If a unit runs once per batch, the time is divided by the split count. Several threads run the same
     measurement at the same time, because stages also share memory bandwidth in training.
 
     Args:
@@ -317,7 +317,7 @@ def _measure_whole(
         values: output; receives the first split of every result, by value name.
 
     Returns:
-        Seconds per batch divided by the number of splits. The backward time is not measured, which would
+        Seconds per batch divided by the split count. The backward time is not measured, which would
         update the tables, but estimated as twice the forward time.
     """
     with torch.no_grad():

@@ -70,7 +70,7 @@ class StagedOverRanks(NamedAsModel):
             returns the loss, either alone or as the first entry of a tuple.
         plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the plan entries
             for its tables.
-        deferred_batch_norm: whether batch norm updates its running statistics once per batch, by the
+        deferred_batch_norm: whether batch norm updates running statistics once per batch, by the
             statistics of the whole batch, instead of once per split.
 
     Attributes:
@@ -162,7 +162,7 @@ class StagedOverRanks(NamedAsModel):
 
     @property
     def stage(self) -> int:
-        """Stage number on this rank."""
+        """Number of the stage which this rank runs."""
         return self._flow.stage.index
 
     @property
@@ -317,7 +317,7 @@ class _PartCaller(Caller):
     @override
     def before_backward(self, *, last: bool) -> None:
         wrapped: Any = self._part._dmp_wrapped_module
-        # DDP reduces when its reducer has been prepared. Outside the last split, it must not be.
+        # DDP reduces when the reducer has been prepared. Outside the last split, it must not be.
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:
                 # Only the last split starts the all-reduce. The gradients of earlier splits are already in

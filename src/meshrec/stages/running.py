@@ -113,7 +113,7 @@ class StageRun:
 
     @property
     def num_splits(self) -> int:
-        """Number of splits in the batch."""
+        """Splits in the batch."""
         return len(self.values.inputs.sizes)
 
     def tables(self) -> None:
@@ -184,7 +184,7 @@ class StageRun:
                 leaf for value_leaves in saved.leaves.values() for leaf in value_leaves if leaf is not None
             ]
             ends, given = _backward_pairs(saved.outputs, arrived)
-            # A wrapper such as DDP needs its hooks, which run only if gradients are accumulated into
+            # A wrapper such as DDP needs hooks, which run only if gradients are accumulated into
             # ``grad``.
             if self._call.direct:
                 self._call.before_backward(last=self._sums.num_added == self.num_splits - 1)
@@ -326,7 +326,7 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
         grad: whether the batch has a backward pass.
 
     Returns:
-        The detached value, and its leaves, with None for leaves that need no gradient.
+        The detached value, and the leaves, with None for leaves that need no gradient.
     """
     flat, spec = pytree.tree_flatten(value)
     leaves: Gradients = []

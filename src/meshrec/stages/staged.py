@@ -72,7 +72,7 @@ class Staged(NamedAsModel):
         split_size: samples per split; the last split may be smaller. "auto" chooses by measuring.
         devices: device of every stage; by default, the CPU for all stages.
         link: moves values between the devices; by default a `DeviceLink` if devices differ.
-        deferred_batch_norm: whether batch norm updates its running statistics once per batch, by the
+        deferred_batch_norm: whether batch norm updates running statistics once per batch, by the
             statistics of the whole batch, instead of once per split.
         num_workers: threads which run the stages. Either one per stage, which is the default, or 1, which
             runs the stages in sequence with equal results.

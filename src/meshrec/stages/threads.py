@@ -74,7 +74,7 @@ class Workers:
         if before != self.num_threads:
             torch.set_num_threads(self.num_threads)
         try:
-            # With a single worker, its pool runs the jobs one after another, in the order of ``jobs``.
+            # With a single worker, the pool runs the jobs one after another, in the order of ``jobs``.
             futures = [
                 self._pools[min(stage, len(self._pools) - 1)].submit(guarded, job)
                 for stage, job in jobs.items()
@@ -242,7 +242,7 @@ class ThreadedBatch:
 
     @property
     def num_splits(self) -> int:
-        """Number of splits in the batch."""
+        """Splits in the batch."""
         return len(self._sizes)
 
     def forward(self) -> None:
