@@ -88,7 +88,8 @@ class Address(NamedTuple):
 class Reading:
     """An exchange which has started on a host link. ``wait`` fills ``result``.
 
-    If the object is dropped without a wait, peers are told soon that this rank will not read their messages.
+    If the object is dropped without a wait, a later exchange tells the peers that this rank will not read
+    their messages.
     """
 
     link: "HostLink"

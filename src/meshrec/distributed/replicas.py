@@ -7,7 +7,8 @@ For every table, the ranks choose the exchange which sends fewer bytes:
   gradient has a row per bag, which takes fewer bytes than a gradient row per ID. Every replica then computes
   the update as if it had looked up the IDs from all replicas.
 
-A step needs at most one size exchange, one all-reduce and one all-gather for all tables together.
+For all tables of a `Replicas` object together, a step needs at most one size exchange, one all-reduce and one
+all-gather.
 """
 
 from collections.abc import Sequence
