@@ -166,6 +166,7 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
         return Finding(
             "data", "fail", error, "Copy or mount the data on this host, where the recipe names it."
         )
+    # Files which any rank has read.
     names = sorted({name for of_rank in every for name in of_rank})
     other = [name for name in names if files.get(name) != every[0].get(name)]
     if other:

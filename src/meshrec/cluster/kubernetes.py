@@ -202,6 +202,7 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
     The autoscaler reads the metric ``meshrec_requests_per_second``. prometheus-adapter must compute it as the
     rate of ``meshrec_requests_total`` per pod.
     """
+    # By this label, the Service and the Deployment find the pods.
     labels = {"app": job.name}
     return [
         _deployment(job, labels),
@@ -301,6 +302,7 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
         job: job settings.
         words: command which the container runs.
     """
+    # The user's variables come last and replace these.
     environment = {
         "MESHREC_LAUNCH": job.name,
         "XDG_STATE_HOME": f"{RUNS}/.state",  # on the volume, so all pods share the key sealing runs

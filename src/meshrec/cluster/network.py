@@ -59,6 +59,7 @@ def interface(one_machine: bool, towards: str | None) -> Finding:
     """
     selected = os.environ.get("GLOO_SOCKET_IFNAME")
     there = {name for _, name in socket.if_nameindex()}
+    # IPv4 address of every interface.
     addresses = {name: address for address, name in interfaces().items()}
     available = ", ".join(f"{name} ({addresses[name]})" for name in sorted(addresses)) or "none"
     if selected is None or one_machine:

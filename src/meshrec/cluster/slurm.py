@@ -125,6 +125,7 @@ class SlurmJob:
 
 def script(job: SlurmJob) -> str:
     """Return the text of the batch script for a job."""
+    # sbatch options in the order in which the script lists them.
     options: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.nodes),

@@ -181,6 +181,7 @@ class _PolledWork:
     """
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
+        # ``work`` is torch's handle of the running collective.
         self._work, self._group = work, group
 
     def wait(self) -> None:

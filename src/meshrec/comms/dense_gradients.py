@@ -67,6 +67,7 @@ class DenseGradients:
         dtype: torch.dtype | None = None,
         peers: PeerAverage | None = None,
     ) -> None:
+        # At most one of ``link`` and ``peers`` is set: averages go through peer memory, or through messages.
         self._link, self._axis, self.dtype, self._peers = link, axis, dtype, peers
         self.adds_in_order = adds_in_order
         # Buckets between start() and finish(), in hook order.

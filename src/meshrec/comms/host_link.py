@@ -171,6 +171,7 @@ class HostLink:
     """
 
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
+        # set_timeout() may change the timeout later.
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
         """Reason why the link can no longer be used; empty while it can."""

@@ -54,6 +54,7 @@ def launched() -> bool:
     Raises:
         ValueError: there are several ranks, and an environment variable is missing or wrong.
     """
+    # torchrun sets all of them.
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return True

@@ -57,6 +57,7 @@ class ShardingEnv:
         assert env.world.size == env.shard.size == 1
     """
 
+    # Defaults: a single process.
     world: Axis = Axis()
     shard: Axis = Axis()
     replicate: Axis = Axis()

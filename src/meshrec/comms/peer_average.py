@@ -167,6 +167,7 @@ class _Job:
     def __init__(self, average: PeerAverage, sent: Tensor) -> None:
         self._average, self._rank, self._size = average, average.rank, average.size
         self.mean: Tensor = operators.new_buffer(sent, sent.numel())
+        # Set by the background thread, after it has written ``mean`` or ``_error``.
         self._done = threading.Event()
         self._error: Exception | None = None
         # Every rank starts with another peer, so that messages do not all go to the same rank first.
@@ -183,6 +184,7 @@ class _Job:
         for rank in reversed(peers):
             self._terms[rank] = operators.new_buffer(local_share, local_share.numel())
             self._receiving += average.receive(self._terms[rank], rank, average.terms_tag)
+        # Also keeps the sent tensors alive until the messages have been sent.
         self._sending = [
             work for rank in peers for work in average.send(shares[rank], [rank], average.terms_tag)
         ]

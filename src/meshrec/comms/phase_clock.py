@@ -82,6 +82,7 @@ class Recorder:
     """
 
     def __init__(self, *, on_cuda: bool, overlap: bool) -> None:
+        # The same dict which record_phases() yields, so the caller sees the result.
         self.seconds: dict[str, float] = {}
         self.overlap = overlap
         self._on_cuda = on_cuda

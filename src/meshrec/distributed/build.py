@@ -225,6 +225,7 @@ def build(
     """
     # First, because the checks below pass or fail alike on all ranks only if the plans are equal.
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
+    # Row counts and columns, against which the plan is checked.
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
     # Rank 0's seed on all ranks, so initial rows do not depend on the sharding.
@@ -250,6 +251,7 @@ def build(
     # from its own copy of the unsharded module.
     _broadcast_weights(split[0], env.replicate)
     _broadcast_weights(local, env.world)
+    # Kept in the result, from which resharding builds the module again under another plan.
     blueprint = Blueprint(
         plan=plan,
         routing=routing,

@@ -64,6 +64,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
 
     def _set_parts(self, built: ModuleParts) -> None:
         """Set the attributes that depend on the plan."""
+        # Kept for printing and for resharding.
         self.plan, self.built = built.plan, built
         self.tables: ShardedTables = built.tables
         """Lookup and update of the tables on this rank. ``rebuild`` replaces it."""

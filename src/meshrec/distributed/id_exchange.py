@@ -107,7 +107,7 @@ class SortedIdExchange:
         """Exchange the sizes which the ranks need to receive IDs. Collective.
 
         Args:
-            sent: number of IDs in every run to send, by node.
+            sent: IDs in every run to send, by node.
             byte_counts: bytes in the packed message to every node; empty if IDs are not packed.
             device: device for the exchange.
 

@@ -213,7 +213,7 @@ class InputDist:
         Args:
             message: messages from all source ranks, one after the other.
             blocks: source ranks, in the order in which the result lists their IDs.
-            num_routes: number of routes in every message.
+            num_routes: routes in every message.
 
         Returns:
             The IDs to look up. They are ordered by source rank (a block of the result), then by route.

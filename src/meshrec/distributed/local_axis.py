@@ -28,6 +28,7 @@ def split_message(batch: LookupBatch) -> list[PackedIds]:
     words, header, elements = batch.message
     return [
         PackedIds(rank_words, header[rank : rank + 1], elements[rank : rank + 1])
+        # Column 1 of a header: int32 words in the message.
         for rank, rank_words in enumerate(words.split(header[:, 1].tolist()))
     ]
 

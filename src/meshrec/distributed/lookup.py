@@ -84,7 +84,9 @@ class LookupTables:
         # Values in a pooled output row.
         self._dim = sum(lookup.width for lookup in work.lookups)
         self._out_dtype = out_dtype
+        # Table and feature names, for errors in the kernel.
         self._names = routing.names
+        # Columns of every lookup.
         self._widths = [lookup.width for lookup in work.lookups]
         # Kernel arguments that are the same for every batch.
         self._layout = (

@@ -104,7 +104,7 @@ class Hop:
             axis: ranks which exchange rows.
             sources: for every source rank, the spans of result columns to which its row belongs.
             local: spans from data-parallel tables, which are not sent.
-            out_dim: number of columns in a result row.
+            out_dim: columns in a result row.
             codecs: encodings for embeddings and gradients.
             parts: the table parts from which the spans come. None: spans are sums over whole tables.
         """
@@ -143,9 +143,9 @@ class Hop:
         Args:
             rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the encoding's
                 ``kernel_dtype``.
-            rows_sent: number of rows to each rank.
-            num_rows: number of rows to receive from each rank.
-            name: name of the collective in errors.
+            rows_sent: rows to each rank.
+            num_rows: rows to receive from each rank.
+            name: collective name in errors.
 
         Returns:
             The running collective, for ``gather``.
@@ -165,7 +165,7 @@ class Hop:
         Args:
             in_flight: result of ``send``.
             local: columns from data-parallel tables, [rows, local_dim]; None if there are none.
-            rows: number of result rows.
+            rows: result row count.
             bags: bags whose lengths divide the sums from MEAN tables that are split by rows. None: this hop
                 does not divide.
 
@@ -221,7 +221,7 @@ class Hop:
             sent: messages from ``scatter``.
             rows_sent: as for ``send``.
             num_rows: as for ``send``.
-            name: name of the collective in errors.
+            name: collective name in errors.
             names: returns bag names for error feedback; None: no feedback.
 
         Returns:
@@ -341,6 +341,7 @@ class PooledOutput:
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
         # With a single node, or a single rank per node, a second hop would not reduce the traffic.
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
+            # The hop inside a node, then the hop between nodes.
             self._hops: tuple[Hop, ...] = node_hops(routing, env, codecs)
             num_nodes, size = env.node.size, env.local.size
             # The first hop sends by local rank, so blocks with the same local rank must be adjacent.

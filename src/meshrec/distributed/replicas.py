@@ -73,6 +73,7 @@ class Replicas:
     def __init__(
         self, tables: LookupTables, axis: Axis, input_dist: InputDist, blocks: list[int], *, name: str
     ) -> None:
+        # Set once; all state of a batch is in the arguments of sum_gradients().
         self._tables, self._axis, self._input, self._blocks = tables, axis, input_dist, blocks
         self._phase = name
 

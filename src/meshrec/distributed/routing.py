@@ -265,7 +265,7 @@ def compile_plan(
     Args:
         tables: tables in the module. Uses are numbered in table order, then in feature order.
         plan: the module's plan.
-        num_ranks: number of ranks on the shard axis.
+        num_ranks: shard axis size.
         whole_rows: tables whose updates need sums over whole rows, by number. In such a table, any two
             rectangles get either the same rows or disjoint rows, so that ranks can match their partial sums.
     """

@@ -34,6 +34,7 @@ class ColumnPeers:
     """
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
+        # All fields depend only on the plan.
         self._axis = axis
         # Bands (row intervals of a table) in which a rank has columns, by rank.
         self._bands: list[list[_Band]] = []

@@ -36,6 +36,7 @@ class SequenceOutput:
     """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
+        # All fields depend only on the plan, so they hold for the lifetime of the object.
         self._routing, self._axis = routing, env.shard
         self.blocks = list(range(env.shard.size))
         # A row (route, use, first column, width) per lookup on all ranks. Routes are numbered over all ranks.
@@ -45,6 +46,7 @@ class SequenceOutput:
                 lookups.append([first_route + lookup.route, lookup.use, lookup.c0, lookup.width])
             first_route += len(work.routes)
         ranks, widths = routing.route_elements
+        # Rank and columns per ID for every route, without the routes for data-parallel tables.
         self._route_ranks = torch.tensor(ranks[:first_route], dtype=torch.int64)
         self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
         local_work = routing.work[env.shard.rank]
@@ -59,6 +61,7 @@ class SequenceOutput:
         ]
         flat = [pair for of_rank in all_columns for pair in of_rank]
         self._all = [(route, *pair) for (route, *_), pair in zip(lookups, flat, strict=True)]
+        # Index 0 for embeddings, index 1 for gradients.
         self._directions = [
             _Direction(
                 codec,

@@ -96,6 +96,7 @@ class _Sharder:
                 "Use the sharder for its kind."
             )
         env, device = _env_and_device(env, device)
+        # A module alone has the path "".
         tables = {"": [config.name for config, _ in module.tables().values()]}
         self.by_path(tables, tables)  # the options must name tables in the module
         fused = module.fused_optimizer if module.is_fused else None

@@ -54,6 +54,7 @@ class Codec:
         split = list(compress(self._formats, map(operator.not_, routing.replicated)))
         # Data-parallel tables send no rows, but without any other table the encoding needs some format.
         self.encoding = RowEncoding.from_formats(split or self._formats)
+        # Lives for the whole run, so that a column is reported once.
         self._watch = _NonFiniteWatch(_PAYLOADS[direction])
         self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
         """Rounding errors of the rows this rank has sent; None if no format uses error feedback."""

@@ -63,6 +63,7 @@ class TableCollection(nn.Module, ABC):
         output_dtype: DataType | None,
     ) -> None:
         super().__init__()
+        # Changed only by seed_by().
         self._configs = list(configs)
         self._lookup = TableLookup(
             configs,

@@ -185,6 +185,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
                 "is_weighted=True."
             )
         configs = embedding_bag_collection.embedding_bag_configs()
+        # Features read by the tables, without duplicates, in order.
         self._feature_names = list(dict.fromkeys(name for config in configs for name in config.feature_names))
         self._embedding_bag_collection = embedding_bag_collection
         self._feature_processors: nn.Module

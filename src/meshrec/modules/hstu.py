@@ -154,6 +154,7 @@ class HSTUBlock(nn.Module):
                 f"num_time_buckets {num_time_buckets} at least 0."
             )
         self.heads = (num_heads, hidden_dim, attention_dim)
+        # Arguments for the attention kernel, fixed for the layer.
         self._max_length, self._mask = max_length, mask
         self.norm = nn.LayerNorm(width, device=device)
         self.projections = Linear(
@@ -199,7 +200,7 @@ class HSTUBlock(nn.Module):
             tokens_ME: New tokens, sample by sample, [M, E].
             all_NS: Keys and values for all tokens, [N, S] with S = `cache_width`. Entries for new tokens are
                 written in place.
-            new_at: Positions of the new tokens among all N tokens.
+            new_at: New token positions among all N tokens.
             tokens: Layout for all tokens.
 
         Returns:

@@ -153,6 +153,7 @@ def _prefer_onednn() -> bool:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     try:
+        # Only Linux has this file; elsewhere, MKL stays.
         cpus = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False

@@ -110,7 +110,7 @@ def _activation(activation: Activation, size: int, device: torch.device | None) 
     Args:
         activation: Argument ``activation`` of `MLP`.
         size: Output columns of the layer.
-        device: Device for parameters of the activation.
+        device: Device for activation parameters.
 
     Raises:
         ValueError: The name is unknown, or the factory does not return a module.

@@ -16,7 +16,7 @@ class KTRegroupAsDict(nn.Module):
     Args:
         groups: Features in every group. A feature may be in several groups.
         keys: Group names.
-        emb_dtype: Output data type; None: the data type of the embeddings.
+        emb_dtype: Output data type; None: the embedding data type.
 
     Raises:
         ValueError: The numbers of groups and keys differ.

@@ -85,10 +85,12 @@ class TableLookup:
         storages = [storage_of(table) for table in tables]
         self._quantised = any(not storage.is_trainable for storage in storages)
         self._bits = [storage.bits for storage in storages]
+        # The op for the storage formats of these tables.
         self._look_up = lookup_function(storages)
         indexes = [
             storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
         ]
+        # Indexes from keys to slots, for storages which have one.
         self._indexes = {table_index: index for table_index, index in enumerate(indexes) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
         """Configs of hashed tables by table index."""

@@ -29,6 +29,7 @@ class Mover:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
+        # None unless batches are copied to a CUDA device.
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
     def move_batch(self, batch: Any) -> Any:
@@ -162,6 +163,7 @@ class LookupInFlight:
         # The state on which the lookup depends. After a reshard or a mode change, the lookup is not used
         # (see is_current).
         self._before, self._tables = _module_mode(module), module.tables
+        # State between the stages of the lookup.
         self._batch = self._tables.route(features)
         # The module's result, set by send_embeddings. It is stored here, because in the LookupBatch it would
         # be part of a reference cycle.

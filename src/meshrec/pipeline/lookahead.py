@@ -148,11 +148,13 @@ class Lookahead:
         self._axis = _axis_of(model)
         # Device for status exchanges, which may differ from the batches' device.
         self._device = group_device(self._axis.group)
+        # Sharded modules by their names in the model.
         self._modules: dict[str, Collection] = {
             name: module
             for name, module in model.named_modules()
             if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
         }
+        # Copies every batch once, when it is read.
         self._mover = Mover(device)
         # Module calls and where their inputs are in a batch. None until the first forward pass, then fixed.
         self._calls: list[Call] | None = None

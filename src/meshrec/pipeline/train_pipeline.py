@@ -73,6 +73,7 @@ class TrainPipeline:
         # ``_num_collected``: batches trained since the last optimizer step.
         self._accumulate, self._num_collected = accumulate, 0
         self._ahead = Lookahead(model, device=device, uneven=uneven, strict=strict)
+        # ``_num_batches`` counts trained batches over the lifetime of the pipeline.
         self._semi_synchronous_from, self._num_batches = semi_synchronous_from, 0
         self._update = Update(model, optimizer)
 

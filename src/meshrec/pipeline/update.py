@@ -29,6 +29,7 @@ class Update:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
+        # Fused table optimizers, and all other optimizers. Steps of the former come first.
         self._tables, self._others = _split_optimizers(optimizer)
         self._parallel = next((m for m in model.modules() if isinstance(m, DistributedModelParallel)), None)
 

@@ -84,6 +84,7 @@ class DeviceLink(StageLink):
         with torch.cuda.stream(stream):
             if ready is not None:
                 stream.wait_event(ready)
+            # Allocated on the copy stream, see arrive().
             moved = _copy_to(value, destination)
             copied = torch.cuda.Event()
             copied.record(stream)

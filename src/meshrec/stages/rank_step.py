@@ -221,6 +221,7 @@ class RankStep:
         draws: bool,
     ) -> None:
         self._flow, self._exchange, self._lane, self._run, self._losses = flow, exchange, lane, run, losses
+        # Without random values, no generator state is sent.
         self._train, self._generator = train, GENERATOR if draws else None
 
     def __call__(self) -> None:

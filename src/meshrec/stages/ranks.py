@@ -138,6 +138,7 @@ class StagedOverRanks(NamedAsModel):
         self._exchange = RankExchange(group, [*self._flow.makers, GENERATOR])
         # Whether any stage draws random numbers; None until the first training batch has shown it.
         self._draws: bool | None = None
+        # Replaced by every batch.
         self.timeline = Timeline()
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:

@@ -99,6 +99,7 @@ class StageRun:
     ) -> None:
         self._flow, self._call, self.values, self._mode, self._timeline = flow, call, values, mode, timeline
         self.where = "before its first split"
+        # Updated by every forward pass.
         self.drew = False
         # By split, from its forward until its backward pass.
         self._saved: dict[int, _SavedSplit] = {}

@@ -112,6 +112,7 @@ class Staged(NamedAsModel):
             raise ValueError(
                 f"num_workers is {num_workers}; it must be 1, or {self._num_stages} (one per stage)."
             )
+        # Registered under a name which NamedAsModel leaves out of parameter names.
         self.module = model
         self._split_size: int | Literal["auto"] = split_size
         self._devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
@@ -124,7 +125,9 @@ class Staged(NamedAsModel):
         self._staging: Staging | None = None
         self._draws: bool | None = None  # whether the model draws random values; None before the first batch
         self.timeline = Timeline()
+        # Set by the first batch if the cuts or the split size are "auto".
         self.choice: StageChoice | None = None
+        # Set by every batch.
         self.seed: int | None = None
         if cuts != "auto":
             self._stage(stages_at_cuts(self._traced, cuts))

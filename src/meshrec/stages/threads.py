@@ -36,6 +36,7 @@ class Workers:
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
         self.num_threads = num_threads
+        # One thread per pool, so that a stage's jobs always run in the same thread.
         self._pools = [ThreadPoolExecutor(1, f"meshrec-stage-{s}") for s in range(num_workers)]
         # A thread per (source, destination), created on first use and kept for later batches.
         self._carriers: dict[tuple[int, int], ThreadPoolExecutor] = {}
@@ -227,6 +228,7 @@ class ThreadedBatch:
     ) -> None:
         self._workers, self._sizes, self._devices = workers, inputs.sizes, devices
         self.timeline = Timeline()
+        # A new exchange for every batch, so a failed batch leaves no messages behind.
         self._exchange = ThreadExchange(workers, devices, link, self.timeline)
         flows = [StageFlow(staging, stage.index) for stage in staging.stages]
         self.runs = [

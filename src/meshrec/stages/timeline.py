@@ -35,6 +35,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
+        # Threads append to it; a list append is atomic in CPython.
         self.events: list[Event] = []
         self.start = time.perf_counter()
 
