@@ -1,4 +1,5 @@
 import gzip
+import random
 
 import pytest
 
@@ -17,18 +18,36 @@ def test_blocks_of_a_plain_file(tmp_path):
     assert sum(block.lines for block in blocks) == 100
     texts = []
     for block in reversed(blocks):
-        (piece,) = read_pieces(block, size=200)
+        (piece,) = read_pieces(block, size=300)
         assert (piece.first_line, piece.lines) == (block.first_line, block.lines)
         assert piece.text.startswith(b"line %d" % block.first_line)
         texts.append(piece.text)
     assert b"".join(reversed(texts)) == TEXT[:-1]
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_blocks_of_lines_of_drawn_lengths_are_read_once(tmp_path, suffix):
+    draw = random.Random(0)
+    lines = [b"%d %s\n" % (number, b"x" * draw.choice([0, 3, 40, 150])) for number in range(500)]
+    file = tmp_path / f"day{suffix}"
+    file.write_bytes(gzip.compress(b"".join(lines)) if suffix else b"".join(lines))
+    for size in (7, 64, 200, 5000):
+        at = 0
+        for block in find_blocks(file, Faults("raise"), size=size):
+            assert block.first_line == at
+            for piece in read_pieces(block, size=size):
+                assert piece.first_line == at
+                assert piece.text == b"".join(lines[at : at + piece.lines])
+                at += piece.lines
+            assert at == block.first_line + block.lines
+        assert at == 500
+
+
 def test_a_gzipped_file_is_one_block(tmp_path):
     file = tmp_path / "day.gz"
     file.write_bytes(gzip.compress(TEXT))
-    assert find_blocks(file, Faults("raise"), size=200) == [TextBlock(file, 0, 0, 100)]
-    pieces = list(read_pieces(TextBlock(file, 0, 0, 100), size=200))
+    assert find_blocks(file, Faults("raise"), size=200) == [TextBlock(file, 0, 0, 100, len(TEXT))]
+    pieces = list(read_pieces(TextBlock(file, 0, 0, 100, len(TEXT)), size=200))
     assert b"".join(piece.text for piece in pieces) == TEXT
     assert [piece.first_line for piece in pieces][:2] == [0, pieces[0].lines]
 

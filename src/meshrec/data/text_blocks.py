@@ -1,6 +1,7 @@
 """Large text files as blocks of whole lines. A file that is not gzipped can be read from any block on."""
 
 import gzip
+import math
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -23,6 +24,8 @@ class TextBlock(NamedTuple):
     """Number of the first line in the file, from 0."""
     lines: int
     """Line count."""
+    num_bytes: int
+    """Length of the lines in bytes, after decompression."""
 
 
 class WholeLines(NamedTuple):
@@ -51,7 +54,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
         with _open(file, 0) as stream:
             for text in _whole_lines(stream, size):
                 num = _count_lines(text)
-                blocks.append(TextBlock(file, byte, line, num))
+                blocks.append(TextBlock(file, byte, line, num, len(text)))
                 byte, line = byte + len(text), line + num
     except (OSError, EOFError, zlib.error) as error:
         faults.report(f"{file} is damaged after line {line}: {error}", 0, str(file))
@@ -59,7 +62,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
         faults.report(f"{file} has no lines", 0, str(file))
         return []
     # Gzip cannot be entered in the middle.
-    return [TextBlock(file, 0, 0, line)] if _is_gzip(file) else blocks
+    return [TextBlock(file, 0, 0, line, byte)] if _is_gzip(file) else blocks
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
@@ -67,22 +70,21 @@ def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, N
 
     Args:
         block: block from `find_blocks`.
-        size: approximate bytes per piece; must be the size given to `find_blocks`.
+        size: approximate bytes per piece.
     """
-    line, last = block.first_line, block.first_line + block.lines
+    line = block.first_line
     with _open(block.file, block.start) as stream:
-        for text in _whole_lines(stream, size):
+        for text in _whole_lines(stream, size, block.num_bytes):
             num = _count_lines(text)
             yield WholeLines(text, line, num)
             line += num
-            if line >= last:
-                return
 
 
-def _whole_lines(stream: IO[bytes], size: int) -> Generator[bytes, None, None]:
-    """Yield a stream's text in pieces of whole lines, about ``size`` bytes each."""
+def _whole_lines(stream: IO[bytes], size: int, limit: float = math.inf) -> Generator[bytes, None, None]:
+    """Yield a stream's text in pieces of whole lines, about ``size`` bytes each, up to ``limit`` bytes."""
     partial_line = b""
-    while chunk := stream.read(size):
+    while chunk := stream.read(int(min(size, limit))):
+        limit -= len(chunk)
         # Keep the text after the last newline for the next piece.
         end = chunk.rfind(b"\n") + 1
         if end:
