@@ -418,7 +418,7 @@ class _SampleBlock(NamedTuple):
 
     def scores(self, chunk: ItemChunk, similarity: Similarity) -> Tensor:
         """Return the score for every sample and every item in a chunk, [B, C]; -inf for seen items."""
-        scores_BC = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
+        scores_BC: Tensor = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
         if self.new_users is not None:
             scores_C = self.new_users.scores(chunk.ids_C)
             scores_BC = torch.where(self.new_users.is_new_B[:, None], scores_C, scores_BC)
