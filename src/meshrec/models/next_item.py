@@ -418,7 +418,7 @@ class _SampleBlock(NamedTuple):
 
     def scores(self, chunk: ItemChunk, similarity: Similarity) -> Tensor:
         """Return the score for every sample and every item in a chunk, [B, C]; -inf for seen items."""
-        scores_BC: Tensor = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
+        scores_BC = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
         if self.new_users is not None:
             scores_C = self.new_users.scores(chunk.ids_C)
             scores_BC = torch.where(self.new_users.is_new_B[:, None], scores_C, scores_BC)
@@ -441,18 +441,15 @@ def _sample_blocks(
     seen_samples = None if seen is None else sample_indices(seen)
     blocks = []
     for start in range(0, num_samples, size):
-        rows = slice(start, min(start + size, num_samples))
-
-        def is_inside(sample_N: Tensor, rows: slice = rows) -> Tensor:
-            return (sample_N >= rows.start) & (sample_N < rows.stop)
-
+        stop = min(start + size, num_samples)
+        rows = slice(start, stop)
         pairs = None
         if seen is not None and seen_samples is not None:
-            is_inside_N = is_inside(seen_samples)
+            is_inside_N = (seen_samples >= start) & (seen_samples < stop)
             pairs = (seen_samples[is_inside_N] - start, seen.values()[is_inside_N])
         local_repeated = repeated
         if repeated is not None:
-            is_inside_N = is_inside(repeated.sample_N)
+            is_inside_N = (repeated.sample_N >= start) & (repeated.sample_N < stop)
             local_repeated = repeated._replace(
                 sample_N=repeated.sample_N[is_inside_N] - start,
                 ids_N=repeated.ids_N[is_inside_N],
@@ -462,7 +459,7 @@ def _sample_blocks(
             _SampleBlock(
                 rows,
                 query_BD[rows],
-                torch.arange(rows.stop - start, device=device),
+                torch.arange(stop - start, device=device),
                 pairs,
                 None if new_users is None else new_users._replace(is_new_B=new_users.is_new_B[rows]),
                 local_repeated,
