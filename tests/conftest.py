@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import settings
 
 from meshrec.testing.rank_pool import PRELOADED, RankPool
 from meshrec.train import Recipe
+from tests.interpreters import Interpreters
 from tests.train.small import small as small_recipe
 
 if "XDG_STATE_HOME" not in os.environ:
@@ -71,6 +73,14 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def run_code() -> Iterator[Callable[..., "subprocess.CompletedProcess[str]"]]:
+    """``run_code(code, argument, NAME="value")``: as ``python -c`` with that variable set, but forked."""
+    interpreters = Interpreters()
+    yield interpreters.run
+    interpreters.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import __main__ as gpu
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,14 +21,14 @@ def run(*arguments, **environment):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_a_device_it_says_what_it_looked_for(tmp_path):
+def test_without_a_device_it_says_what_it_looked_for(tmp_path, monkeypatch, capsys):
     done = run("benchmarks.gpu", GPU_PYTHON=sys.executable)
     assert done.returncode == 2
     assert done.stdout.startswith("No CUDA device to check: nothing was run.")
     assert f"{sys.executable}: torch {torch.__version__}" in done.stdout
-    done = run("benchmarks.gpu", GPU_PYTHON=str(tmp_path / "python"))
-    assert done.returncode == 2
-    assert "does not run" in done.stdout
+    monkeypatch.setenv("GPU_PYTHON", str(tmp_path / "python"))
+    assert gpu.main() == 2
+    assert "does not run" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -50,8 +52,6 @@ def test_bandwidth_is_measured():
 
 
 def test_the_summary_names_what_was_not_run(monkeypatch, capsys):
-    from benchmarks.gpu import __main__ as gpu
-
     found = gpu.Found(sys.executable, None, "2.13.0", ("a card",), ("triton",))
     monkeypatch.setattr(gpu, "pythons", lambda: [sys.executable])
     monkeypatch.setattr(gpu, "ask", lambda _: found)

@@ -1,6 +1,7 @@
 """The equality matrix: sharded training equals unsharded training, by real processes."""
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -63,6 +64,9 @@ KINDS = [
 ]
 MIXED = ("row_wise", "grid", "data_parallel", "table_wise")
 BATCH_SIZES = [3, 4, 0, 5]
+THOROUGH = "MESHREC_THOROUGH" in os.environ
+STEPS = 10 if THOROUGH else 4
+NUM_MIXES = 6 if THOROUGH else 3
 
 
 def make_collection(sequence=False, weighted=False, device=None):
@@ -169,7 +173,9 @@ def environment(mesh):
     return md.ShardingEnv.from_mesh(init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1]))
 
 
-def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=10, update=None):
+def check(
+    kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=STEPS, update=None
+):
     env = environment(mesh)
     kind = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
     plan = make_plan(make_collection(sequence, weighted, "meta"), kinds, env)
@@ -209,7 +215,7 @@ def test_every_sharding_type(ranks, kind, sequence, weighted):
 
 @pytest.mark.parametrize("kind", [*KINDS, "column_wise_twice"])
 def test_every_sharding_type_on_step(ranks, kind):
-    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", False, "learned", "flat", "ddp", 10, "on_step")
+    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", False, "learned", "flat", "ddp", STEPS, "on_step")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -222,11 +228,16 @@ def test_every_optimizer(ranks, kinds, optimizer):
 @pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
 def test_every_mesh(ranks, mesh, dense):
     ranks(4).run(check, MIXED, "rowwise_adagrad", False, "learned", mesh, dense)
-    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense, 10, "on_step")
+    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense, STEPS, "on_step")
 
 
 @pytest.mark.parametrize("mesh", ["flat", "replicated", "nodes"])
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=NUM_MIXES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_random_mixes(ranks, mesh, data):
     kinds = data.draw(st.tuples(*[st.sampled_from([*KINDS, "column_wise_twice"])] * 4))

@@ -1,5 +1,6 @@
 """A rank that goes away in the middle of a step, in processes of their own."""
 
+import json
 import multiprocessing
 import runpy
 import subprocess
@@ -63,13 +64,31 @@ for step in range(3):
 """
 
 
+# A program per rank that ends as any other does, but need not import everything.
+PROGRAMS = """
+import json, os, runpy, sys
+import meshrec.model_parallel
+
+script, arguments, errors = json.loads(sys.argv[1])
+children = []
+for each, path in zip(arguments, errors):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script, *each]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
 def as_programs(script: Path, arguments: list[list[str]]) -> list[tuple[int | None, str]]:
-    processes = [
-        subprocess.Popen([sys.executable, str(script), *each], stderr=subprocess.PIPE, text=True)
-        for each in arguments
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    return [(process.returncode, said) for process, said in zip(processes, errors, strict=True)]
+    errors = [script.with_name(f"errors{rank}") for rank in range(len(arguments))]
+    request = json.dumps([str(script), arguments, list(map(str, errors))])
+    command = [sys.executable, "-c", PROGRAMS, request]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    codes = map(int, done.stdout.split())
+    return [(code, path.read_text()) for code, path in zip(codes, errors, strict=True)]
 
 
 # What the script begins with where a process has not been started for it alone.

@@ -1,6 +1,7 @@
 """Hashed tables under every plan equal a fixed table with the same first rows, and keep the same IDs."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -158,13 +159,15 @@ def test_a_hashed_table_equals_a_fixed_one_with_the_same_first_rows(ranks, spec,
     assert all(ranks(2).run(twins, list(BUILDERS), spec, update, sequence))
 
 
-def with_every_optimizer():
-    return all(twins(["grid"], name, "in_backward", False) for name in SPECS)
+def with_optimizers(names):
+    return all(twins(["grid"], name, "in_backward", False) for name in names)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_optimizer_gives_the_bits_of_a_fixed_table(ranks, world_size):
-    assert all(ranks(world_size).run(with_every_optimizer))
+    """On four ranks a third of them, and with MESHREC_THOROUGH all."""
+    names = [*SPECS] if world_size == 2 or "MESHREC_THOROUGH" in os.environ else [*SPECS][::3]
+    assert all(ranks(world_size).run(with_optimizers, names))
 
 
 CHOICES = {
@@ -216,18 +219,17 @@ def test_the_ids_alive_do_not_depend_on_the_plan(ranks, tmp_path, choice):
 def young(folder):
     """Save tables without a row, or with IDs that wait; load them under another plan."""
     keys, found = dataclasses.replace(CHOICES["count"], max_rows=16), []
-    for kind in ("rows", "columns", "everywhere"):
-        for num_steps in (0, 1):
-            model, other = make(kind, keys, SPECS["adam"]), make("grid", keys, SPECS["adam"])
-            train(model, range(num_steps))
-            train(other, range(3, 5))
-            name = f"{folder}/{kind}{num_steps}"
-            checkpoint.save(name, {"model": model, "tables": model.fused_optimizer})
-            checkpoint.load(name, {"model": other, "tables": other.fused_optimizer})
-            found += differences(whole(model), whole(other))
-            train(model, range(1, 3))
-            train(other, range(1, 3))
-            found += differences(whole(model), whole(other))
+    for kind, num_steps in (("rows", 0), ("columns", 1), ("everywhere", 0), ("everywhere", 1)):
+        model, other = make(kind, keys, SPECS["adam"]), make("grid", keys, SPECS["adam"])
+        train(model, range(num_steps))
+        train(other, range(3, 5))
+        name = f"{folder}/{kind}{num_steps}"
+        checkpoint.save(name, {"model": model, "tables": model.fused_optimizer})
+        checkpoint.load(name, {"model": other, "tables": other.fused_optimizer})
+        found += differences(whole(model), whole(other))
+        train(model, range(1, 3))
+        train(other, range(1, 3))
+        found += differences(whole(model), whole(other))
     return found
 
 

@@ -187,7 +187,12 @@ def chosen(folder, choice, cut):
         check_equal(plain, live(folder, number, choice, plans), (choice, cut, number))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("choice", ["lru", "count", "norm"])
+# Each of both once, and with MESHREC_THOROUGH each with each.
+CHOICES_AND_CUTS = [("count", "uneven"), ("lru", "nested"), ("norm", "empty")]
+if "MESHREC_THOROUGH" in os.environ:
+    CHOICES_AND_CUTS = [*itertools.product(("lru", "count", "norm"), CUTS)]
+
+
+@pytest.mark.parametrize(("choice", "cut"), CHOICES_AND_CUTS)
 def test_columns_may_be_cut_at_different_rows(ranks, tmp_path, choice, cut):
     ranks(2).run(chosen, str(tmp_path), choice, cut)

@@ -20,38 +20,47 @@ pytestmark = [
 HERE = Path(__file__).parent
 
 
-def run_ranks(store, world_size, first_seed, device):
-    plans = 6 if device.startswith("cuda") else 4  # Triton's interpreter is slow
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if device == "simulated:0":
-        environment["TRITON_INTERPRET"] = "1"
-    ranks = []
-    for rank in range(world_size):
-        arguments = map(str, (store, rank, world_size, first_seed, plans, device))
-        command = [sys.executable, str(HERE / "on_simulated_device.py"), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, **pipes, text=True, env=environment))
-    try:
-        for rank in ranks:
-            out, error = rank.communicate(timeout=600)
-            assert out.startswith("equal"), error[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+# Its arguments are those of on_simulated_device.py, but the rank.
+RANKS = """
+import os, runpy, sys, traceback
+store, world_size, *rest = sys.argv[1:]
+children = []
+for rank in range(int(world_size)):
+    children.append(os.fork())
+    if children[-1] == 0:
+        sys.argv[1:] = [store, str(rank), world_size, *rest]
+        code = 1
+        try:
+            runpy.run_path("on_simulated_device.py", run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+codes = [os.waitpid(child, 0)[1] for child in children]
+assert not any(codes), codes
+"""
+# Triton's interpreter is slow.
+PLANS = 4 if "MESHREC_THOROUGH" in os.environ else 2
 
 
 @pytest.mark.parametrize(("world_size", "first_seed"), [(1, 0), (2, 10)])
-def test_random_plans_equal_those_on_the_cpu(tmp_path, world_size, first_seed):
-    run_ranks(tmp_path / "store", world_size, first_seed, "simulated:0")
+def test_random_plans_equal_those_on_the_cpu(run_code, tmp_path, world_size, first_seed):
+    arguments = (tmp_path / "store", world_size, first_seed, PLANS, "simulated:0")
+    done = run_code(RANKS, *arguments, cwd=HERE, TRITON_INTERPRET="1")
+    assert done.stdout.count("equal") == world_size
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first_seed", [0, 10, 20])
 def test_random_plans_on_a_gpu(tmp_path, first_seed):
-    run_ranks(tmp_path / "store", 1, first_seed, "cuda:0")
+    arguments = map(str, (tmp_path / "store", 0, 1, first_seed, 6, "cuda:0"))
+    command = [sys.executable, str(HERE / "on_simulated_device.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout.startswith("equal"), done.stderr[-4000:]
 
 
-def test_what_a_device_would_refuse_fails():
+def test_what_a_device_would_refuse_fails(run_code):
     code = """
 import torch
 from simulated_device import DEVICE, simulated_device
@@ -65,14 +74,12 @@ with simulated_device() as reads:
     ids.tolist(), int(ids[0]), bool(ids.any()), ids.cpu(), ids.nonzero(), ids[ids > 1]
     print(len(reads))
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
+    done = run_code(code, cwd=HERE, TRITON_INTERPRET="1")
     expected = "aten.add.Tensor takes tensors of the device and of the host\n6\n"
     assert done.stdout == expected, done.stderr
 
 
-def test_attention_runs_there_and_reads_the_device_once():
+def test_attention_runs_there_and_reads_the_device_once(run_code):
     code = """
 import torch
 from meshrec.ops.attention import Bias, jagged_attention
@@ -96,7 +103,5 @@ for kind in ("silu", "softmax"):
     assert num_reads == 1, reads
 print("equal")
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
+    done = run_code(code, cwd=HERE, TRITON_INTERPRET="1")
     assert done.stdout == "equal\n", done.stderr

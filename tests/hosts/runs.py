@@ -45,6 +45,22 @@ def on_all(found: list[Host], *options: object, ranks: int = 2, **more: object) 
     return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
 
 
+def by_hand(found: list[Host], *options: object, ranks: int = 1) -> list[tuple[int, str]]:
+    """As ``on_all`` with one rank on each host, without torchrun: its variables are set."""
+    assert ranks == 1
+    variables = {"WORLD_SIZE": str(len(found)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    variables |= {"MASTER_ADDR": found[0].address, "MASTER_PORT": "29511"}
+    processes = [
+        host.popen(
+            [sys.executable, *train(*options)],
+            env={**ENVIRONMENT, **variables, "RANK": str(rank), "GROUP_RANK": str(rank)},
+        )
+        for rank, host in enumerate(found)
+    ]
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
+
+
 def bits(run: Path, step: int | None = None) -> dict[str, object]:
     """The checksums of everything in a run's last checkpoint but random numbers, of which each rank has its
     own.

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hosts.namespaces import hosts, needs_hosts
-from tests.hosts.runs import alone, bits, metrics, on_all
+from tests.hosts.runs import alone, bits, by_hand, metrics, on_all
 
 pytestmark = needs_hosts
 
@@ -23,7 +23,7 @@ def test_no_folder_is_shared(tmp_path, keeps):
     own = tmp_path / "own"
     options = ["--runs", own / "runs", *([] if keeps else ["--no-checkpoints"])]
     with hosts(2, tmp_path) as (*both, _):
-        found = on_all(both, *options, ranks=1)
+        found = (by_hand if keeps else on_all)(both, *options, ranks=1)
     first, second = tmp_path / "host0" / "runs", tmp_path / "host1" / "runs"
     if keeps:
         for code, printed in found:

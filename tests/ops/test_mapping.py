@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,7 +110,7 @@ def test_what_cannot_be_mapped_is_an_error(tmp_path):
 @needs_kernels
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer handles SIGBUS itself")
 @pytest.mark.parametrize("how", ["signal", "another mapping"])
-def test_other_faults_end_the_process_as_ever(file, how):
+def test_other_faults_end_the_process_as_ever(run_code, file, how):
     program = f"""
 import mmap, os, signal
 from meshrec.ops.mapping import map_file
@@ -125,5 +123,5 @@ os.truncate({str(file)!r}, 0)
 found.content.sum()
 other[{SIZE} - 1]
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, stderr=subprocess.DEVNULL)
+    done = run_code(program, check=False)
     assert done.returncode == -signal.SIGBUS

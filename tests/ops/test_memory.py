@@ -186,9 +186,8 @@ print(most >> 20, (resident() - before) >> 20)
     not has_kernels or sys.platform != "linux", reason="the compiled kernels keep them, on Linux"
 )
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer allocates by itself")
-def test_buffers_serve_again_when_they_are_free_and_never_before():
-    done = subprocess.run([sys.executable, "-c", BUFFERS], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_buffers_serve_again_when_they_are_free_and_never_before(run_code):
+    done = run_code(BUFFERS)
     same, rest, most, kept = map(int, done.stdout.split())
     assert (same, rest) == (1, 0)
     assert most > 360

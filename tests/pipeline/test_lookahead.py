@@ -37,7 +37,7 @@ def assert_same_as_plain(model, optimizer, batches, extra=None, **options):
 
 
 def train_models_of_all_kinds():
-    batches = models.make_batches(12)
+    batches = models.make_batches(7)
     for extra in ("postprocessed", "twice", "branch"):
         model, optimizer, pipeline = pipelined(extra)
         assert len(list(pipeline(batches))) == len(batches)
@@ -118,7 +118,7 @@ def test_unequal_numbers_of_batches(ranks):
 
 def stop_one_rank():
     rank = default_env().world.rank
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     env = ShardingEnv.from_process_group(group, device_type="cpu")
     model, optimizer = models.sharded(spec=SGD(lr=0.1), env=env)
     pipeline, iterator = TrainPipeline(model, optimizer), iter(models.make_batches(6))

@@ -21,7 +21,7 @@ _spec.loader.exec_module(plans)
 
 SEED = os.environ.get("MESHREC_SEED")
 DRAWS = settings(
-    max_examples=int(os.environ.get("MESHREC_DRAWS", "8")),
+    max_examples=int(os.environ.get("MESHREC_DRAWS", "5")),
     derandomize=SEED is None,
     suppress_health_check=list(HealthCheck),
     database=None,

@@ -1,4 +1,5 @@
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from meshrec.planner.solver import CollectiveSet, _Candidate, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 EFFORT = Effort(time_limit=600.0, max_work=3e7, gap=0.0)
+SHORT = EFFORT._replace(max_work=5e6)
+THOROUGH = "MESHREC_THOROUGH" in os.environ
+NUM_DRAWS = 15 if THOROUGH else 8
 
 
 def options(problem: Problem, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -65,7 +69,7 @@ def everyway(problem):
     return [CollectiveSet(np.ones(len(problem.type_C), bool), 0.0)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if THOROUGH else 2))
 def test_as_good_as_brute_force(make_tables, profile, seed):
     """All split types of three tables on three ranks. Uneven cuts may beat the best even plan."""
     problem = problem_of(make_tables(3, seed), profile, 3)
@@ -75,7 +79,7 @@ def test_as_good_as_brute_force(make_tables, profile, seed):
     assert solution.lower_bound <= min(best, solution.seconds) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if THOROUGH else 1))
 def test_six_tables_as_good_as_brute_force(make_tables, profile, seed):
     tables = make_tables(6, seed)
     kinds = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
@@ -104,7 +108,7 @@ table_strategy = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=NUM_DRAWS, deadline=None)
 @given(st.lists(table_strategy, min_size=1, max_size=4), st.integers(1, 3))
 def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
     tables = [
@@ -114,7 +118,7 @@ def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
     kinds = ["table_wise", "column_wise", "row_wise", "data_parallel"]
     free = {table.name: ParameterConstraints(sharding_types=kinds) for table in tables}
     problem = problem_of(tables, profile, num_ranks, free)
-    solution = solve(problem, everyway(problem), EFFORT._replace(max_work=2e7))
+    solution = solve(problem, everyway(problem), SHORT)
     assert solution.lower_bound <= solution.seconds * (1 + 1e-9)
     if len(tables) <= 3:
         assert solution.lower_bound <= brute_force(problem) * (1 + 1e-6)
@@ -122,7 +126,7 @@ def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
 
 def test_same_input_same_plan(make_tables, profile):
     problem = problem_of(make_tables(12), profile, 4)
-    first, second = (solve(problem, everyway(problem), EFFORT._replace(max_work=3e7)) for _ in range(2))
+    first, second = (solve(problem, everyway(problem), SHORT) for _ in range(2))
     assert (first.seconds, first.lower_bound, first.work) == (second.seconds, second.lower_bound, second.work)
     for one, other in zip(first.parts_T, second.parts_T, strict=True):
         np.testing.assert_array_equal(one.rank_N, other.rank_N)
@@ -130,7 +134,7 @@ def test_same_input_same_plan(make_tables, profile):
 
 def test_more_work_is_never_worse(make_tables, profile):
     problem = problem_of(make_tables(12, 3), profile, 4)
-    results = [solve(problem, everyway(problem), EFFORT._replace(max_work=work)) for work in (1e5, 5e7)]
+    results = [solve(problem, everyway(problem), EFFORT._replace(max_work=work)) for work in (1e5, 1e7)]
     assert results[1].seconds <= results[0].seconds * (1 + 1e-9)
 
 
@@ -174,7 +178,7 @@ def test_memory_alone_can_be_spread(make_tables, profile):
     assert np.bincount([parts.rank_N[0] for parts in state.parts_T]).tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if THOROUGH else 2))
 def test_where_a_plan_fits_one_is_found(make_tables, profile, seed):
     """With as little memory as any plan of even pieces can do with."""
     problem = problem_of(make_tables(3, seed), profile, 3)
@@ -188,10 +192,9 @@ def test_where_a_plan_fits_one_is_found(make_tables, profile, seed):
 
 def test_little_memory_makes_plans_slower_but_not_fewer(make_tables, profile):
     problem = problem_of(make_tables(12, 1), profile, 4)
-    effort = EFFORT._replace(max_work=2e7)
-    free = solve(problem, everyway(problem), effort)
+    free = solve(problem, everyway(problem), SHORT)
     least = problem.mean_bytes_C()
     least = sum(least[problem.type_C == kind].min() for kind in problem.type_T)
-    tight = solve(problem._replace(memory_cap=least / 0.95), everyway(problem), effort)
+    tight = solve(problem._replace(memory_cap=least / 0.95), everyway(problem), SHORT)
     assert tight.parts_T
     assert tight.seconds >= free.lower_bound

@@ -1,8 +1,6 @@
 """The attention kernels against the formula, sample by sample, on drawn shapes, masks and biases."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,10 +21,9 @@ def test_kernels_equal_the_formula(part):
 
 @pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_kernels_of_other_instruction_sets_equal_the_formula(isa):
+def test_kernels_of_other_instruction_sets_equal_the_formula(run_code, isa):
     code = "import runpy, sys; runpy.run_path(sys.argv[1])['kernels_agree'](1000, 1030)"
-    environment = {**os.environ, "MESHREC_ISA": isa}
-    subprocess.run([sys.executable, "-c", code, draws.__file__], env=environment, check=True)
+    run_code(code, draws.__file__, MESHREC_ISA=isa)
 
 
 def test_the_written_gradient_is_that_of_autograd():

@@ -1,6 +1,7 @@
 """The checks of test_triton.py, as a program that runs where Triton interprets its kernels."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -96,10 +97,14 @@ def check_every_op():
     for seed, (ragged, dtype, weighted, wide) in enumerate(
         itertools.product((False, True), (torch.int32, torch.int64), (False, True), (False, True))
     ):
+        # Every three of the four options meet in half of the cases.
+        if (ragged + (dtype == torch.int64) + weighted + wide) % 2 and "MESHREC_THOROUGH" not in os.environ:
+            continue
         case = Case(ragged, dtype, weighted, seed)
         check_routes(case, wide)
         if not ragged and wide:
-            check_pooled(case, (torch.float32, torch.float16, torch.bfloat16)[seed % 3])
+            for pooled in (torch.float32, torch.float16, torch.bfloat16):
+                check_pooled(case, pooled)
         if not weighted and not wide:
             check_sequences(case)
             check_weight_grads(case)
@@ -110,8 +115,3 @@ def check_every_op():
     check_sequences(nothing)
     check_weight_grads(nothing)
     check_bad_input()
-
-
-if __name__ == "__main__":
-    check_every_op()
-    print("equal")

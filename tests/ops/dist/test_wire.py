@@ -1,10 +1,7 @@
 """The kernels that encode rows for their way between ranks, against plain torch."""
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,13 +71,12 @@ torch.save(found, sys.argv[2])
 """
 
 
-def test_instruction_sets_make_equal_messages(tmp_path):
+def test_instruction_sets_make_equal_messages(run_code, tmp_path):
     calls = [*long_messages(), *high_halves()]
     expected = [received(naive, call) for call in calls]
     torch.save(calls, tmp_path / "calls.pt")
     for isa in ("baseline", "avx2", "avx512"):
-        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
-        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        run_code(RUN, tmp_path / "calls.pt", tmp_path / f"{isa}.pt", MESHREC_ISA=isa)
         for call, found, wanted in zip(calls, torch.load(tmp_path / f"{isa}.pt"), expected, strict=True):
             assert all(map(torch.equal, found, wanted)), (isa, call[3:5])
 
@@ -198,8 +194,7 @@ def test_opcheck(format):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_triton_equals_naive():
-    command = [sys.executable, str(Path(__file__).parent / "wire_interpreted.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.stdout == "equal\n", done.stderr[-4000:]
+def test_triton_equals_naive(run_code):
+    code = "import runpy; runpy.run_path('wire_interpreted.py')"
+    done = run_code(code, cwd=Path(__file__).parent, TRITON_INTERPRET="1")
+    assert done.stdout == "equal\n"

@@ -63,11 +63,11 @@ def high_halves():
         yield values, [len(values) // 77], [0, 1], [77], [format], [5], [3], [9], None, 1
 
 
-def messages():
+def messages(num_rows=40):
     """Arguments of ``wire_encode``: every format alone at several widths, and mixtures."""
     for format, dim in itertools.product(FORMATS, (1, 3, 16, 64, 77)):
-        rows = drawn_rows(40, dim, seed=dim)
-        yield rows.flatten(), [40], [0, 1], [dim], [format], [5], [3], [1 << 40], None, 7
+        rows = drawn_rows(num_rows, dim, seed=dim)
+        yield rows.flatten(), [num_rows], [0, 1], [dim], [format], [5], [3], [1 << 40], None, 7
     columns = [6, 8, 3, 16], [INT8, FLOAT, INT4 | STOCHASTIC, HALF]
     rows = torch.cat([drawn_rows(9, 33).clamp(-6e4, 6e4), drawn_rows(4, 33, 1).clamp(-6e4, 6e4)])
     values = torch.cat([rows[:9].flatten(), rows[9:].nan_to_num()[:, :9].flatten()]).nan_to_num()

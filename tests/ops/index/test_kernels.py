@@ -1,8 +1,6 @@
 """The kernels of the index against the naive ones, and their memory."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -152,7 +150,7 @@ def test_unique_is_the_naive_one(name):
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set_finds_the_same(isa):
+def test_every_instruction_set_finds_the_same(run_code, isa):
     code = """
 import torch
 from meshrec.ops.index import HashIndex, naive
@@ -172,7 +170,7 @@ for max_slots in (1 << 12, 1 << 24):
         assert torch.equal(found, known[marks[slots] & (known <= most)])
         assert torch.equal(index.marked(marks, most)[1][order], index.find(found))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "MESHREC_ISA": isa})
+    run_code(code, MESHREC_ISA=isa)
 
 
 def work():
@@ -313,7 +311,7 @@ def test_fewer_unseen_ids_than_counted_get_slots():
     assert [each.tolist() for each in (*given, slots)] == [[0], [8], [2], [0, 3, 0]]
 
 
-def test_a_forked_process_has_the_index_as_it_was():
+def test_a_forked_process_has_the_index_as_it_was(run_code):
     code = """
 import os, torch
 from meshrec.ops.index import HashIndex
@@ -328,7 +326,7 @@ index.insert(torch.arange(5000, 9000))
 os.write(writer, b"x")
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_code(code, OMP_NUM_THREADS="1")
 
 
 def test_parts_are_found_and_mixed_as_the_naive_ops_do():

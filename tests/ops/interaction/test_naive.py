@@ -1,9 +1,5 @@
 """The formula against a loop, and the kernel against the formula."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -100,11 +96,10 @@ def test_bf16_kernels_agree_with_fp64_and_with_the_formula_in_bf16():
 
 @pytest.mark.skipif(not library.has_kernels, reason="no kernels are built")
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_kernels_of_other_instruction_sets_agree(isa):
+def test_kernels_of_other_instruction_sets_agree(run_code, isa):
     checks = "of['kernels_agree'](); of['bf16_kernels_agree']()"
     code = f"import runpy, sys; of = runpy.run_path(sys.argv[1]); {checks}"
-    environment = {**os.environ, "MESHREC_ISA": isa}
-    subprocess.run([sys.executable, "-c", code, __file__], env=environment, check=True)
+    run_code(code, __file__, MESHREC_ISA=isa)
 
 
 @pytest.mark.threads

@@ -1,9 +1,5 @@
 """The lookup of raw IDs: the kernel against plain torch, and both against a table with a row for each ID."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -93,7 +89,7 @@ torch.save([keyed.forward(*each) for each in calls], sys.argv[2])
 """
 
 
-def test_every_instruction_set_finds_the_same_rows(tmp_path):
+def test_every_instruction_set_finds_the_same_rows(run_code, tmp_path):
     generator = torch.Generator().manual_seed(3)
     calls, expected = [], []
     for num_rows in (0, 1, 5, 8, 9, 5000):
@@ -108,8 +104,7 @@ def test_every_instruction_set_finds_the_same_rows(tmp_path):
             expected.append(_plainly(*calls[-1][:3], lookups._replace(values=values), options))
     torch.save(calls, tmp_path / "calls.pt")
     for isa in ("baseline", "avx2", "avx512"):
-        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
-        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        run_code(RUN, tmp_path / "calls.pt", tmp_path / f"{isa}.pt", MESHREC_ISA=isa)
         assert all(map(torch.equal, torch.load(tmp_path / f"{isa}.pt"), expected))
 
 

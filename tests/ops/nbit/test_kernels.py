@@ -1,9 +1,5 @@
 """The compiled lookup of quantised rows against naive.py, and bit by bit against the same numbers in fp32."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -166,7 +162,7 @@ torch.save(results, sys.argv[2])
 """
 
 
-def test_instruction_sets_agree_bit_by_bit(make_case, tmp_path):
+def test_instruction_sets_agree_bit_by_bit(run_code, make_case, tmp_path):
     cases = [
         make_case(dims=(w, w + 1, 2 * w), **SHAPES[name]) for w in (5, 32) for name in ("flat", "blocks")
     ]
@@ -176,7 +172,6 @@ def test_instruction_sets_agree_bit_by_bit(make_case, tmp_path):
     expected = [OPS.nbit_forward(*call) for call in calls]
     expected += [nbit.quantize(weight, bits) for weight in weights for bits in (8, 4, 2)]
     for isa in ("baseline", "avx2"):
-        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
-        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        run_code(RUN, tmp_path / "calls.pt", tmp_path / f"{isa}.pt", MESHREC_ISA=isa)
         for found, wanted in zip(torch.load(tmp_path / f"{isa}.pt"), expected, strict=True):
             assert_close(found, wanted, rtol=1e-6, atol=1e-6)

@@ -2,9 +2,6 @@
 
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -51,7 +48,7 @@ def call(case, bits, dtype=torch.float32):
     return tables, list(bits), *case.lookups, case.dims, case.out_size, dtype, True, NAMES
 
 
-def test_lookups_and_errors_equal_naive(make_case, tmp_path):
+def test_lookups_and_errors_equal_naive(run_code, make_case, tmp_path):
     calls = [
         call(make_case(rows=(9, 3, 20), dims=(4, 7, 19), **shape), mix)
         for shape in SHAPES.values()
@@ -63,8 +60,7 @@ def test_lookups_and_errors_equal_naive(make_case, tmp_path):
     rows, _, *rest = call(case, (8, 4, 2))
     calls.append((rows, [8, 8, 2], *rest))
     torch.save(calls, tmp_path / "calls.pt")
-    command = [sys.executable, "-c", RUN_CALLS, str(tmp_path / "calls.pt"), str(tmp_path / "found.pt")]
-    subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    run_code(RUN_CALLS, tmp_path / "calls.pt", tmp_path / "found.pt", TRITON_INTERPRET="1")
     found = torch.load(tmp_path / "found.pt")
     for each, args in zip(found, calls, strict=True):
         expected = outcome(naive, args)

@@ -4,9 +4,6 @@ Updates and weight gradients are in test_kernels_update.py, refusals in test_ker
 """
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -224,11 +221,10 @@ torch.save([results, calls], sys.argv[2])
 """
 
 
-def run_with(isa, calls, folder):
+def run_with(run_code, isa, calls, folder):
     """What calls give, and their arguments afterwards, in a process that uses one instruction set."""
     torch.save(calls, folder / "calls.pt")
-    command = [sys.executable, "-c", RUN_CALLS, str(folder / "calls.pt"), str(folder / f"{isa}.pt")]
-    subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+    run_code(RUN_CALLS, folder / "calls.pt", folder / f"{isa}.pt", MESHREC_ISA=isa)
     return torch.load(folder / f"{isa}.pt")
 
 
@@ -278,9 +274,9 @@ def calls(make_case, one_table):
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_instruction_sets_agree(calls, tmp_path, isa):
+def test_instruction_sets_agree(run_code, calls, tmp_path, isa):
     """A machine that lacks the instruction set takes the next lower one."""
-    results, calls_after = run_with(isa, calls, tmp_path)
+    results, calls_after = run_with(run_code, isa, calls, tmp_path)
     calls = copy.deepcopy(calls)
     expected = {kind: [getattr(naive, name)(*args) for name, args in calls[kind]] for kind in calls}
     here = [getattr(OPS, name)(*args) for name, args in calls["exact"]]

@@ -3,8 +3,6 @@
 import importlib.util
 import inspect
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -134,12 +132,11 @@ def make_calls(make_case):
 
 
 @pytest.fixture(scope="module")
-def outcomes(make_case, tmp_path_factory):
+def outcomes(run_code, make_case, tmp_path_factory):
     """For each call what Triton gives and what naive.py does."""
     folder, calls = tmp_path_factory.mktemp("triton"), make_calls(make_case)
     torch.save(calls, folder / "calls.pt")
-    command = [sys.executable, "-c", RUN_CALLS, str(folder / "calls.pt"), str(folder / "found.pt")]
-    subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    run_code(RUN_CALLS, folder / "calls.pt", folder / "found.pt", TRITON_INTERPRET="1")
     expected = {key: outcome(naive, *call) for key, call in calls.items()}
     return torch.load(folder / "found.pt"), expected
 

@@ -17,7 +17,7 @@ from meshrec import checkpoint
 from meshrec.optim import RowWiseAdagrad
 from meshrec.tables.cached.file import RowFileError
 
-NUM_ROWS, ROWS_PER_STEP = 400_000, 20_000
+NUM_ROWS, ROWS_PER_STEP = 100_000, 5_000
 NAMES = ("a", "b", "c")
 
 
@@ -41,7 +41,7 @@ def main():
     folder, tables = Path(sys.argv[1]), Growing()
     disk = folder / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "rows", str(disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "rows", str(disk)], check=True)
     models = side, plain = tables.alone(disk / "rows", cached=60), tables.alone(None)
     for number in range(4):
         for model in models:
@@ -60,7 +60,7 @@ def main():
     assert "no space is left on the disk" in refusal, refusal
     assert "No row is lost" in refusal, refusal
     assert same(whole(side), whole(plain))
-    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
     for later in range(number, number + 4):
         for model in models:
             tables.step(model, later)

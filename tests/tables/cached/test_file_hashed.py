@@ -64,7 +64,7 @@ def test_an_unsharded_module_is_refused_outside_of_meta(tmp_path):
 
 def test_runs_that_are_killed_end_as_if_they_had_not_been(tmp_path):
     program = Path(__file__).with_name("killed_file_rows.py")
-    kills = os.environ.get("MESHREC_KILLS", "3")
+    kills = os.environ.get("MESHREC_KILLS", "2")
     found = subprocess.run(
         [sys.executable, str(program), str(tmp_path), kills, "2", "hashed"],
         capture_output=True,
