@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
         ("cli --version", "1"),
         ("--version", "1"),
         ("runs --help", ""),
-        ("plan movielens_dlrm --ranks 2", "1"),
+        (f"plan {Path(__file__).parent}/train/small.py:small --ranks 2", "1"),
         ("launch slurm RECIPE --dry-run", ""),
     ],
 )

@@ -128,7 +128,8 @@ def test_a_rank_pool_imports_nothing_of_the_current_folder(planted, tmp_path):
     script = tmp_path / "elsewhere" / "script.py"
     script.parent.mkdir()
     script.write_text(
-        "import os\nfrom meshrec.testing.rank_pool import RankPool\n"
+        "import os\nfrom meshrec.testing import rank_pool\nfrom meshrec.testing.rank_pool import RankPool\n"
+        "rank_pool.PRELOADED = ('torch',)\n"
         "def work():\n    return None\n"
         "if __name__ == '__main__':\n"
         "    with RankPool(1) as pool:\n        pool.run(work)\n"

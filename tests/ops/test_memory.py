@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshrec.ops import operators
+from meshrec.ops import memory, operators
 from meshrec.ops.library import has_kernels
 from meshrec.ops.memory import empty_pages, frozen_objects, keep_freed_memory, use_huge_pages
 
@@ -194,12 +194,13 @@ def test_buffers_serve_again_when_they_are_free_and_never_before(run_code):
     assert kept < 260  # MiB: what is beyond goes back to the system
 
 
-def test_frozen_objects_are_collected_again_afterwards():
+def test_frozen_objects_are_collected_again_afterwards(monkeypatch):
     class Mine:
         pass
 
     frozen_by_pytest = gc.get_freeze_count()
     gc.unfreeze()
+    monkeypatch.setitem(memory._frozen, "by_program", False)
     try:
         mine = Mine()
         mine.own, found = mine, weakref.ref(mine)

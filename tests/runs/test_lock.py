@@ -5,13 +5,13 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from meshrec.__main__ import command
 from meshrec.cli import train
 from meshrec.runs.lock import RunLock, claim_run, rank_lock
 from meshrec.train.run_folder import CONFIG, RunFolder
@@ -131,44 +131,52 @@ def test_a_run_that_began_before_the_lock_is_seen(tmp_path, monkeypatch):
     assert not (tmp_path / "mine" / ".lock").exists()
 
 
-def start(runs, *options):
-    command = [sys.executable, "-m", "meshrec", "train", *options, "--runs", str(runs), "--name", "mine"]
-    return subprocess.Popen(
-        [*command, "--quiet"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def run_command(errors, words):
+    """Run MeshRec's command as this process, which the fork server started with all modules imported."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.chdir(ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.argv = ["meshrec", *words]
+    command()
+
+
+def until(condition):
+    deadline = time.monotonic() + 240
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_two_starts_with_one_name_do_not_both_train(tmp_path, nproc):
-    options = ("tests/train/small.py:small", "--nproc", str(nproc), "--training.epochs", "100000")
-    both = [start(tmp_path, *options, "--training.checkpoint-every", "10") for _ in range(2)]
+    runs, server = tmp_path / "runs", multiprocessing.get_context("forkserver")
+    words = ["train", "tests/train/small.py:small", "--runs", str(runs), "--name", "mine", "--quiet"]
+    words += ["--nproc", str(nproc), "--training.epochs", "100000", "--training.checkpoint-every", "10"]
+    files = [tmp_path / name for name in ("a", "b")]
+    both = [server.Process(target=run_command, args=(file, words)) for file in files]
     try:
-        deadline = time.monotonic() + 240
-        while all(each.poll() is None for each in both) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        (second,) = [each for each in both if each.poll() is not None]
-        (first,) = [each for each in both if each is not second]
-        _, errors = second.communicate(timeout=60)
-        assert second.returncode == 1
+        for each in both:
+            each.start()
+        until(lambda: not all(each.is_alive() for each in both))
+        second = next(index for index, each in enumerate(both) if not each.is_alive())
+        first = 1 - second
+        assert both[first].is_alive()
+        assert both[second].exitcode == 1
+        errors = files[second].read_text()
         # One that comes late, because the machine is busy, finds what the first has written.
-        found = (f"is in use: process {first.pid} on", "has a run already; take another --name")
-        assert any(f"{tmp_path / 'mine'} {words}" in errors for words in found)
+        found = (f"is in use: process {both[first].pid} on", "has a run already; take another --name")
+        assert any(f"{runs / 'mine'} {words}" in errors for words in found)
         assert "Traceback" not in errors
-        while not list(tmp_path.glob("mine/checkpoints/*/manifest.json")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        with pytest.raises(ValueError, match=f"{first.pid}"):
-            train.main(["--resume", "--runs", str(tmp_path), "--name", "mine", "--quiet"])
-        first.send_signal(signal.SIGTERM)
-        _, errors = first.communicate(timeout=240)
-        assert json.loads((tmp_path / "mine" / "summary.json").read_text())["state"] == "stopped", errors
+        until(lambda: list(runs.glob("mine/checkpoints/*/manifest.json")))
+        with pytest.raises(ValueError, match=f"{both[first].pid}"):
+            train.main(["--resume", "--runs", str(runs), "--name", "mine", "--quiet"])
+        both[first].terminate()
+        both[first].join(240)
+        summary = json.loads((runs / "mine" / "summary.json").read_text())
+        assert summary["state"] == "stopped", files[first].read_text()
     finally:
         for each in both:
             each.kill()
-            each.wait()
-            each.stdout.close()
-            each.stderr.close()
+            each.join()
+            each.close()

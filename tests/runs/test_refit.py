@@ -52,10 +52,16 @@ def fitted(recipe, runs, **options):
     return summary, RunFolder(runs / "r")
 
 
-def test_the_second_fit_makes_as_many_passes_and_the_figures_stay_those_of_the_first(tmp_path):
-    recipe = visits_recipe(tmp_path)
-    first, _ = fitted(recipe, tmp_path / "alone", final=None)
-    summary, run = fitted(recipe, tmp_path / "both")
+@pytest.fixture(scope="module")
+def fitted_twice(tmp_path_factory):
+    """Return summary and folder of a run with a second fit, beside its data. Tests do not change it."""
+    folder = tmp_path_factory.mktemp("fitted-twice")
+    return fitted(visits_recipe(folder), folder)
+
+
+def test_the_second_fit_makes_as_many_passes_and_the_figures_stay_those_of_the_first(tmp_path, fitted_twice):
+    first, _ = fitted(visits_recipe(tmp_path), tmp_path / "alone", final=None)
+    summary, run = fitted_twice
     for name in ("validation", "test", "weights_step", "step"):
         assert summary[name] == first[name], name
     assert first["held_back"] == summary["held_back"] == 200
@@ -210,8 +216,8 @@ def tensor_in(file, name):
         return opened.get_tensor(next(key for key in opened.keys() if name in key))  # noqa: SIM118
 
 
-def test_an_exported_checkpoint_is_that_of_the_second_fit(tmp_path, capsys):
-    _, run = fitted(visits_recipe(tmp_path), tmp_path)
+def test_an_exported_checkpoint_is_that_of_the_second_fit(tmp_path, capsys, fitted_twice):
+    _, run = fitted_twice
     files = {name: tmp_path / f"{name}.safetensors" for name in ("second", "first", "last")}
     for name, file in files.items():
         option = [] if name == "second" else [f"--{name}"]
@@ -231,12 +237,9 @@ def test_an_exported_checkpoint_is_that_of_the_second_fit(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("budget", [["--max-loss", "50%"], ["--weights", "INT4"]])
-def test_the_second_fit_is_quantised_and_its_package_says_so(tmp_path, capsys, budget):
-    source = ["tests/train/raw_ids.py:recipe", "--data.train", str(tmp_path)]
-    write_visits(tmp_path, NUM)
-    runs = ["--runs", str(tmp_path)]
-    assert train([*source, *runs, "--name", "r", "--quiet", "--final", "all"]) == 0
-    run = RunFolder(tmp_path / "r")
+def test_the_second_fit_is_quantised_and_its_package_says_so(tmp_path, capsys, budget, fitted_twice):
+    _, run = fitted_twice
+    runs = ["--runs", str(run.path.parent)]
     weights = {}
     for name, option in {"second": [], "first": ["--first"]}.items():
         out = tmp_path / f"{name}-small"
@@ -253,9 +256,9 @@ def test_the_second_fit_is_quantised_and_its_package_says_so(tmp_path, capsys, b
     assert not torch.equal(weights["first"][table], weights["second"][table])
 
 
-def test_the_evaluation_says_that_the_second_fit_saw_the_rows(tmp_path, capsys):
-    _, run = fitted(visits_recipe(tmp_path), tmp_path)
-    data = ["--data", str(tmp_path / "all.parquet")]
+def test_the_evaluation_says_that_the_second_fit_saw_the_rows(capsys, fitted_twice):
+    _, run = fitted_twice
+    data = ["--data", str(run.path.parent / "all.parquet")]
     assert evaluate.main([str(run.path), *data]) == 0
     assert "all 1,000 rows" in capsys.readouterr().err
     assert evaluate.main([str(run.path), "--first", *data]) == 0

@@ -115,7 +115,7 @@ def trained(recipe):
 
 
 def test_the_order_of_a_history_is_important_where_the_next_item_follows_from_the_last(tmp_path):
-    num_users, length = 300, 13
+    num_users, length = 200, 13
     users = np.repeat(np.arange(num_users), length)
     steps = np.tile(np.arange(length), num_users)
     # Every other item follows from the one before. The validation item of each user does.
@@ -127,7 +127,7 @@ def test_the_order_of_a_history_is_important_where_the_next_item_follows_from_th
         resolve("sasrec"),
         data=Log(log=(str(tmp_path / "log.parquet"),), history=10, exclude_seen=False),
         placement=Placement(sharded=False),
-        training=Training(batch_size=32, epochs=40),
+        training=Training(batch_size=32, epochs=25),
     )
     found = trained(recipe)
     assert found["metric"] == "ndcg@10"

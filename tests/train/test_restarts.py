@@ -57,7 +57,7 @@ def ranks_of(launcher):
 
 
 def checksums(folder):
-    manifest = read_manifest(CheckpointManager(folder / "mine" / "checkpoints").path(200))
+    manifest = read_manifest(CheckpointManager(folder / "mine" / "checkpoints").path(100))
     return {
         name: [piece.checksums for piece in record.pieces]
         for name, record in manifest.tensors.items()
@@ -86,11 +86,11 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_killed_rank_does_not_change_the_result(tmp_path, ranks, small, monkeypatch):
-    ranks(2).run(undisturbed, tmp_path / "undisturbed", small(epochs=20, checkpoint_every=10))
+    ranks(2).run(undisturbed, tmp_path / "undisturbed", small(epochs=10, checkpoint_every=10))
     monkeypatch.chdir(ROOT)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    options = ("--training.epochs", "20", "--max-restarts", "2")
+    options = ("--training.epochs", "10", "--max-restarts", "2")
     with ThreadPoolExecutor(1) as thread:  # where the launcher takes over no signals
         run = thread.submit(main, arguments(tmp_path / "disturbed", *options))
         checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")

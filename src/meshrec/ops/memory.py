@@ -107,6 +107,16 @@ def populate_pages(address: int, num_bytes: int) -> bool:
     return bool(ctypes.CDLL(None).madvise(*pages, _POPULATE_WRITE) == 0)
 
 
+_frozen = {"by_program": False}
+"""A yes of `_is_frozen_by_program`, until the process ends."""
+
+
+def _is_frozen_by_program() -> bool:
+    """Return whether the program froze objects itself. A yes is kept, because counting takes up to 80 ms."""
+    _frozen["by_program"] = _frozen["by_program"] or gc.get_freeze_count() > 0
+    return _frozen["by_program"]
+
+
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
     """Exclude the existing Python objects from garbage collection until the with block ends.
@@ -115,7 +125,7 @@ def frozen_objects() -> Iterator[None]:
     step or a request for 100 ms. Objects that the program had frozen before stay frozen afterwards, and then
     only MeshRec's own command freezes more: unfreezing cannot tell them apart.
     """
-    is_first = gc.get_freeze_count() == 0
+    is_first = not _is_frozen_by_program()
     if is_first or is_command():
         # Collect first: freeze() also keeps unreachable objects that are still in memory.
         gc.collect()

@@ -4,6 +4,7 @@ To start a process and import torch takes seconds. Tests sharing a pool wait for
 """
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -221,6 +222,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     import torch
     import torch.distributed as dist
 
+    # Collections skip the million objects of the forkserver, and copy none of their pages.
+    gc.freeze()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
