@@ -34,7 +34,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
 
     If ``path`` is a checkpoint, return it. If it is a folder with checkpoints, return the newest. If it is a
     run folder, return its reported weights: the best on validation data, or the last if the run
-    has no validation data.
+    has no validation data. The refit on all rows (``--final all``) is the run ``PATH/final``.
 
     Args:
         path: checkpoint, checkpoint folder, or run folder.

@@ -182,8 +182,8 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
         for table, rule in zip(module.routing.tables, module.rules, strict=True):
             if rule is None and (path, table.name) in trained:
                 raise ValueError(
-                    f"table {table.name!r} of module {path!r} has ordinary gradients: the optimizer that "
-                    "holds its parameters would go on with the old ones. Give it an optimizer that is fused "
+                    f"table {table.name!r} of module {path!r} has ordinary gradients: its optimizer would "
+                    "keep updating the old parameters. Give it an optimizer that is fused "
                     "into backward, or save a checkpoint and load it under the new plan."
                 )
 

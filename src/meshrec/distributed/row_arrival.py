@@ -74,7 +74,7 @@ class RowArrival:
         # One small collective for both purposes: errors and fingerprints.
         statuses = all_gather(status, world, "arrival of rows").wait().view(world.size, -1)
         if statuses[:, 0].any():
-            errors = gather_errors(error, world, "rows that cannot come", _KINDS)
+            errors = gather_errors(error, world, "errors of arriving rows", _KINDS)
             raise combined(errors, world.size, _KINDS) from error
         # Slots may differ between replicas, but not inside a replica group.
         first = self._env.replicate.rank * self._env.shard.size
