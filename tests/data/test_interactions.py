@@ -54,6 +54,20 @@ def test_the_last_two_of_each_user_are_held_out():
     assert (data.item, data.seen, data.times) == ("item", "seen", "times")
 
 
+def test_a_sample_of_users_is_evaluated_and_all_are_trained_on():
+    data, sampled = next_items(circle(), history=5), next_items(circle(), history=5, evaluated_users=7)
+    assert data.num_held_out == {}
+    assert sampled.num_held_out == {"validation": NUM_USERS, "test": NUM_USERS}
+    assert len(whole(sampled.train)) == len(whole(data.train))
+    for part, full in ((sampled.validation, data.validation), (sampled.test, data.test)):
+        seen, all_seen = bags(whole(part), "seen"), bags(whole(full), "seen")
+        indices = [all_seen.index(bag) for bag in seen]
+        assert len(indices) == 7
+        assert indices == sorted(set(indices))
+    with pytest.raises(ValueError, match=r"evaluated_users.*0"):
+        next_items(circle(), history=5, evaluated_users=0)
+
+
 @pytest.mark.parametrize("history", [1, 5, 11, 50])
 def test_windows_hold_every_pair_of_neighbours_once(history):
     data = next_items(circle(), history=history)

@@ -41,3 +41,10 @@ def test_a_run_that_ends_with_its_best_step_may_go_on():
     assert text.endswith("--training.max-steps 200.")
     assert said(best_step=100, num_evaluations=1) == []
     assert said(best_step=100, num_steps=200) == []  # it was early stopping that ended it
+
+
+def test_sampled_users_have_an_interval():
+    (text,) = said(test={"recall@10": 0.1, "ndcg@10": 0.05}, evaluated_users={"test": (20_000, 138_493)})
+    assert "20,000 of 138,493 users" in text
+    assert "0.1000 +- 0.0042" in text
+    assert "--data.evaluated-users None" in text

@@ -146,6 +146,8 @@ class Dataset:
         catalogue: features of all items that can be recommended: a sample per item, by ascending item ID.
         item_counts: how many training targets are this item, per catalog item, int64 [items].
         new_user_scores: score per catalog item for a user without a history, float32 [items].
+        num_held_out: number of held-out samples, by ``validation`` and ``test``, where only some are in the
+            readers.
         best_auc: best possible AUC on ``validation``, if known, as for synthetic data.
         open: function ``open(paths, labelled)``, which returns a reader for other files in the same format,
             in file order. ``labelled`` is true for evaluation, and false for scoring files without labels.
@@ -174,6 +176,7 @@ class Dataset:
     catalogue: KeyedJaggedTensor | None = None
     item_counts: Tensor | None = None
     new_user_scores: Tensor | None = None
+    num_held_out: Mapping[str, int] = field(default_factory=dict)
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     open: Callable[[Paths, bool], Reader] | None = None

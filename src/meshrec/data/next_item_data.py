@@ -60,6 +60,7 @@ def next_items(
     validation: float = 0.1,
     test: float = 0.1,
     exclude_seen: bool = True,
+    evaluated_users: int | None = None,
     seed: int = 0,
 ) -> Dataset:
     """Create a dataset for next-item prediction from a log; see [Note: who is tested on what].
@@ -90,20 +91,29 @@ def next_items(
         validation: for ``held_out="time"``: share of all interactions in the validation period.
         test: for ``held_out="time"``: share of all interactions in the test period.
         exclude_seen: whether a user's earlier items are excluded when items are ranked.
-        seed: seed for shuffling training samples.
+        evaluated_users: maximum number of held-out users in validation, and in test data. Of more users, a
+            random sample is evaluated. None: all.
+        seed: seed for shuffling training samples, and for the sample of users.
 
     Returns:
         The dataset. Its catalog has all items in the log, with their features.
 
     Raises:
         DataError: training, validation or test data would be empty.
-        ValueError: ``history`` is below 1, or the shares are out of range.
+        ValueError: ``history`` or ``evaluated_users`` is below 1, or the shares are out of range.
     """
     check_history(history)
+    if evaluated_users is not None and evaluated_users < 1:
+        raise ValueError(f"evaluated_users must be >= 1, or None for all users, got {evaluated_users}.")
     if held_out == "nothing":
         split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
     else:
         split = _left_out(log) if held_out == "leave_last_out" else _by_time(log, validation, test)
+    held_out_parts = {"validation": split.validation, "test": split.test}
+    evaluated = {
+        name: _draw(indices, evaluated_users or len(indices), seed)
+        for name, indices in held_out_parts.items()
+    }
     samples = _TrainingSamples.of(log, split.train_stops, history, windows=windows)
     if not samples.num_samples:
         raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
@@ -141,8 +151,13 @@ def next_items(
             seed=seed,
             shuffle=True,
         ),
-        validation=evaluation_reader(split.validation),
-        test=evaluation_reader(split.test),
+        validation=evaluation_reader(evaluated["validation"]),
+        test=evaluation_reader(evaluated["test"]),
+        num_held_out={
+            name: len(indices)
+            for name, indices in held_out_parts.items()
+            if len(indices) > len(evaluated[name])
+        },
         item=log.item.name,
         seen=SEEN if exclude_seen else None,
         times=TIMES,
@@ -188,6 +203,13 @@ def latest(
         ids |= {name: Ranges(ranges.values, zero, zero) for name, (_, ranges) in log.described.items()}
     no_dense = np.zeros((len(users), 0), np.float32)
     return InMemoryReader(no_dense, np.ones(len(users), np.float32), ids, seed=0, shuffle=False)
+
+
+def _draw(indices: Ints, num: int, seed: int) -> Ints:
+    """Return at most ``num`` of the indices, drawn without replacement, in their order."""
+    if len(indices) <= num:
+        return indices
+    return indices[np.sort(np.random.default_rng(seed).choice(len(indices), num, replace=False))]
 
 
 def check_history(history: int) -> None:

@@ -421,6 +421,7 @@ class _RankRun:
             "weights_step": trainer.evaluator.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
+            "evaluated_users": self._evaluated_users(trainer.dataset),
             "curves": trainer.evaluator.curves,
             "dense_precision": self._precision(trainer),
             "baselines": {},
@@ -442,13 +443,25 @@ class _RankRun:
             return {"used": "bf16" if trainer.precision.bf16 else "fp32"}
         return {"used": "bf16", **check._asdict(), "difference": check.difference}
 
+    def _evaluated_users(self, dataset: "Dataset") -> dict[str, tuple[int, int]]:
+        """Return the numbers of evaluated and of held-out users, where a sample of users is evaluated."""
+        parts = {"validation": dataset.validation, "test": dataset.test}
+        return {
+            name: (part.num_samples, dataset.num_held_out[name])
+            for name, part in parts.items()
+            if part is not None and name in dataset.num_held_out
+        }
+
     def _held_back(self, dataset: "Dataset") -> int:
         """Return how many more samples a refit on all rows would have; 0 if a refit is not possible."""
         try:
             self._job.recipe.data.all_rows()
         except ValueError:
             return 0
-        return sum(part.num_samples for part in (dataset.validation, dataset.test) if part is not None)
+        parts = {"validation": dataset.validation, "test": dataset.test}
+        # Where a sample is evaluated, the others are held back too.
+        sizes = {name: part.num_samples for name, part in parts.items() if part is not None}
+        return sum((sizes | dict(dataset.num_held_out)).values())
 
     def _checkpoints(self, weights_step: int) -> dict[str, str | None]:
         """Return the paths of the checkpoint with the reported weights ("weights") and of the last ("last").

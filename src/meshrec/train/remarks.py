@@ -14,7 +14,8 @@ _CHANCE_DEVIATIONS = 2.0
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
     """Return remarks for the user on a finished run.
 
-    There is a remark if the result is not better than chance, or if the run was still improving at the end.
+    There is a remark if the result is not better than chance, if the run was still improving at the end, or
+    if only a sample of users was evaluated.
 
     Args:
         summary: ``summary.json`` content.
@@ -41,7 +42,8 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
         messages.append(
             f"the last step is the best by validation {by}: it was still improving. Train longer: {option}."
         )
-    return messages
+    sample = _sample_remark(summary)
+    return messages if sample is None else [*messages, sample]
 
 
 def winner(summary: Mapping[str, Any]) -> str | None:
@@ -66,6 +68,28 @@ def winner(summary: Mapping[str, Any]) -> str | None:
             return f"{summary['recipe']} won: {result} {ours:.4f}; next is {best} with {rivals[best]:.4f}"
         return f"{best} won: {result} {rivals[best]:.4f}; {summary['recipe']} has {ours:.4f}"
     return None
+
+
+def _sample_remark(summary: Mapping[str, Any]) -> str | None:
+    """Return a remark with 95 % intervals if the test metrics are from a sample of users, else None.
+
+    The interval of a recall is that of a share (normal approximation).
+
+    Args:
+        summary: ``summary.json`` content.
+    """
+    if "test" not in summary.get("evaluated_users", {}):
+        return None
+    num_evaluated, num_held_out = summary["evaluated_users"]["test"]
+    spans = [
+        f"{metric_title(name)} {share:.4f} +- {1.96 * math.sqrt(share * (1 - share) / num_evaluated):.4f}"
+        for name, share in summary["test"].items()
+        if name.startswith("recall@")
+    ]
+    return (
+        f"the test metrics are from {num_evaluated:,} of {num_held_out:,} users, drawn at random: "
+        f"{', '.join(spans)} (95 %). For all users: --data.evaluated-users None."
+    )
 
 
 def _chance_remark(
