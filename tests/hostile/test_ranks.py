@@ -1,6 +1,7 @@
 """Every stopped, killed or cut-off rank ends the run, and is named.
 
-``MESHREC_HOSTILE=1000`` draws 20 faults, and prints how long each took; ``MESHREC_SEED`` draws others.
+Here one of our launcher's ranks is killed; ``tests/cli/test_train.py`` stops another.
+``MESHREC_HOSTILE=1000`` draws 20 such faults, and prints how long each took; ``MESHREC_SEED`` draws others.
 """
 
 import os
@@ -11,9 +12,7 @@ import pytest
 
 from tests.hostile.damage import Tally
 from tests.hostile.faulty_ranks import (
-    NO_LOOPBACK,
     RANK_TIMEOUT,
-    TWO_MACHINES,
     Fault,
     Outcome,
     can_cut,
@@ -23,7 +22,7 @@ from tests.hostile.faulty_ranks import (
     run_by_hand,
 )
 
-NUMBER = max(2, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
+NUMBER = max(1, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
 SEED = int(os.environ.get("MESHREC_SEED", "0"))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -51,7 +50,8 @@ def test_lost_ranks_are_named(tmp_path, capsys, number):
     tally.finish()
 
 
-@pytest.mark.parametrize("stopped", range(2))
+# Where a cable can be cut, rank 0 names rank 1 below.
+@pytest.mark.parametrize("stopped", [0] if can_cut() and "MESHREC_HOSTILE" not in os.environ else [0, 1])
 def test_a_stopped_rank_is_named_without_a_launcher(tmp_path, stopped):
     """Rank 0 hosts the store by which the others find out who answers: it is named when it is stopped."""
     with socket.socket() as each:
@@ -66,7 +66,7 @@ def test_a_stopped_rank_is_named_without_a_launcher(tmp_path, stopped):
 def test_machines_that_are_cut_off_from_each_other_name_each_other(tmp_path):
     apart = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
     # Processes of one host would read each other's memory.
-    outcome = cut(TWO_MACHINES, tmp_path, MASTER_ADDR="10.9.0.1", MESHREC_HOST_LINK="0", **apart)
+    outcome = cut("two_machines", tmp_path, MASTER_ADDR="10.9.0.1", MESHREC_HOST_LINK="0", **apart)
     assert outcome.code == 0, outcome.told
     for rank in range(2):
         assert (tmp_path / f"code{rank}").read_text() == "1\n"
@@ -76,7 +76,7 @@ def test_machines_that_are_cut_off_from_each_other_name_each_other(tmp_path):
 
 @pytest.mark.skipif(not can_cut(), reason="this user may not make networks of his own")
 def test_a_machine_without_loopback_ends_the_run(tmp_path):
-    outcome = cut(NO_LOOPBACK, tmp_path, "--nproc", 2, MESHREC_HOST_LINK="0")
+    outcome = cut("no_loopback", tmp_path, "--nproc", 2, MESHREC_HOST_LINK="0")
     assert outcome.code == 1, outcome.told
     assert (
         "CollectiveError" in outcome.told or "Timed out" in outcome.told or "did not answer" in outcome.told

@@ -68,7 +68,7 @@ def test_bad_requests_are_refused_with_words(served):  # noqa: F811
         assert status == 200 or 400 <= status < 500 or expired, (status, said)
         assert status == 200 or len(said["error"]) > 10
 
-    for number in range(10 * NUMBER or 120):
+    for number in range(10 * NUMBER or 60):
         request = odd(draw) if number % 4 == 0 else mutated(kinds[number % 6], draw)
         tally.attempt(f"request {number}", lambda request=request: attempt(*request))
         if number % 20 == 0:

@@ -11,22 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import ForkedProgram
 from tests.hostile.sockets import beyond_loopback, listening, watched
 
 ROOT = Path(__file__).parents[2]
 SMALL = "tests/train/small.py:small"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-def meshrec(*arguments, launcher=("-m", "meshrec"), **environment):
-    return subprocess.Popen(
-        [sys.executable, *launcher, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src", **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_what_listens_is_seen():
@@ -44,7 +34,8 @@ def test_what_listens_is_seen():
 
 
 def test_tuning_listens_nowhere(tmp_path):
-    process = meshrec("tune", SMALL, "--trials", 1, "--runs", tmp_path)
+    words = ["tune", SMALL, "--trials", 1, "--runs", tmp_path]
+    process = ForkedProgram("meshrec.cli.__main__:main", words, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         assert watched(process) == set()
         assert process.wait() == 0, process.stderr.read()

@@ -16,18 +16,26 @@ import numpy as np
 import pytest
 
 from meshrec.serve import ServerOptions, serve, workers
+from tests.forked import ForkedProgram
 from tests.hostile.sockets import listening
 from tests.serve import toys
 from tests.serve.conftest import Client, free_port, link, samples, scores_of
 
 
 @contextlib.contextmanager
-def program(*arguments, code=0, command=(toys.__file__,)):
-    """``meshrec serve``, ready; and a way to ask it. It ends with ``code``, and so do all its processes."""
+def program(*arguments, code=0, main="tests.serve.toys:main", forks=True):
+    """``meshrec serve``, ready; and a way to ask it. It ends with ``code``, and so do all its processes.
+
+    It is a fork of a process which has imported torch, or an interpreter of its own.
+    """
     port = free_port()
+    arguments = [*map(str, arguments), "--port", str(port)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [sys.executable, "-W", "ignore", *command, "--port", str(port), *map(str, arguments)]
-    process = subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True)
+    if forks:
+        process = ForkedProgram(main, arguments, environment=environment, stderr=subprocess.PIPE)
+    else:
+        command = [sys.executable, "-W", "ignore", toys.__file__, *arguments]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     log = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr))
     reader.start()
@@ -135,7 +143,7 @@ def test_workers_end_when_their_parent_is_killed_and_leave_no_files(packages, tm
 
 def test_a_signal_ends_it_after_the_last_answer(packages):
     given = samples(8)
-    with program(packages[0]) as (process, url, _):
+    with program(packages[0], forks=False) as (process, url, _):
         wrong, counts = [], []
 
         def load():

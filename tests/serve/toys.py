@@ -98,9 +98,14 @@ def make_toy(folder, scale, **more):
     return folder
 
 
-if __name__ == "__main__":
+def main():
+    """Run ``meshrec serve`` with toys; return its exit code."""
     meshrec.export.Predictor = Toy  # before the server takes it from there
     meshrec.export.check_package = check_toy
     from meshrec.cli import serve
 
-    sys.exit(serve.main(sys.argv[1:]))
+    return serve.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

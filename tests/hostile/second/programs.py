@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.forked import ForkedProgram
 from tests.hostile.sockets import descendants
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +31,7 @@ class Program:
         log: the file that it logs to.
     """
 
-    def __init__(self, process: subprocess.Popen, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen | ForkedProgram, log: Path) -> None:
         self.process, self.log, self.port = process, log, 0
 
     def told(self) -> str:
@@ -77,16 +78,22 @@ class Program:
 @contextlib.contextmanager
 def serving(folder: Path, *arguments: object, before: tuple[str, ...] = ()) -> Iterator[Program]:
     """Run ``meshrec serve`` until the end of the context; ``before`` is a command that runs it."""
-    log = folder / "log"
-    command = [*before, sys.executable, "-W", "ignore", "-m", "meshrec", "serve", *map(str, arguments)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--port", "0"],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+    log, words = folder / "log", ["serve", *map(str, arguments), "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
+    process: subprocess.Popen | ForkedProgram
+    with log.open("w") as file:
+        if before:
+            process = subprocess.Popen(
+                [*before, sys.executable, "-W", "ignore", "-m", "meshrec", *words],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        else:
+            process = ForkedProgram(
+                "meshrec.cli.__main__:main", words, cwd=ROOT, environment=environment, stderr=file
+            )
     program = Program(process, log)
     try:
         program.wait_until(lambda: _port(program) != 0 and program.is_ready(), "readiness")
