@@ -36,6 +36,9 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Programs of packages: to optimise what calls their kernels takes longer than they run here.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
 # The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
 settings.register_profile("meshrec", derandomize=True, deadline=None)
