@@ -57,7 +57,7 @@ demo: build
 demo-serve: build
 	$(BIN)/python examples/serve.py
 
-# 60,000 changed requests in place of the 600 of `make test`, on the kernels with the sanitizers.
+# 60,000 changed requests in place of the 300 of `make test`, on the kernels with the sanitizers.
 mutations: build $(SANITIZED)
 	$(SANITIZING) MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest -p no:cacheprovider tests/serve/test_mutations.py
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
@@ -129,8 +130,13 @@ def known():
     }
 
 
+@functools.cache
 def texts():
     """Each text of the source with its place; what is computed in it is "X"."""
+    return [*_texts()]
+
+
+def _texts():
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

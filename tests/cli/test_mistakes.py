@@ -14,7 +14,7 @@ from meshrec.cli.__main__ import main
 from tests.cli.mistakes import MISTAKES
 
 NUM = int(os.environ.get("MESHREC_MISTAKES", "40"))
-"""So many mistakes are drawn from the list, and the remedies of every sixth are run; all take two minutes."""
+"""So many mistakes are drawn from the list, and the remedies of every tenth are run; all take two minutes."""
 DRAWN = random.Random(1).sample(MISTAKES, min(NUM, len(MISTAKES)))
 
 
@@ -86,7 +86,7 @@ def test_a_mistake_gets_one_line_or_tyros_box(mistake, folder, capfd, monkeypatc
     assert mistake.said in errors
 
 
-REMEDIES = sorted({each.remedy for each in DRAWN[:: 1 if len(MISTAKES) <= NUM else 6]})
+REMEDIES = sorted({each.remedy for each in DRAWN[:: 1 if len(MISTAKES) <= NUM else 10]})
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)

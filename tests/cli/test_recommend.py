@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from tests.serve.conftest import Client, running
 from tests.serve.toys import open_with
 
 NUM_USERS, LENGTH = 300, 12
+IS_THOROUGH = int(os.environ.get("MESHREC_DRAWS", "1")) > 1
 COLUMNS = ["--user", "visitor", "--item", "sku", "--time", "seen at"]
 
 
@@ -51,7 +53,7 @@ def runs(log):
     """The folder of a run of the recipe that `inspect` wrote, unedited."""
     folder = log[2].parent
     assert inspect([str(log[2]), *COLUMNS, "--out", str(folder / "recipe.py")]) == 0
-    options = ["--training.epochs", "12", "--baselines"]
+    options = ["--training.epochs", "9", "--baselines"]
     assert (
         train([f"{folder}/recipe.py:recipe", "--runs", str(folder), "--name", "r", "--quiet", *options]) == 0
     )
@@ -117,7 +119,7 @@ def test_two_towers_learn_the_tastes_of_users_and_are_served(tmp_path, monkeypat
     out = str(tmp_path / "towers.py")
     data = [str(tmp_path / "log.parquet"), *COLUMNS]
     assert inspect([*data, "--model", "two_tower", "--item-features", "brand", "--out", out]) == 0
-    options = ["--training.epochs", "12", "--baselines", "--quiet"]
+    options = ["--training.epochs", "4", "--baselines", "--quiet"]
     assert train([f"{out}:recipe", "--runs", str(tmp_path), "--name", "r", *options]) == 0
     summary = RunFolder(tmp_path / "r").read_json("summary.json")
     best = 0.85  # at least: no more than ten items of the user's group are left
@@ -181,7 +183,8 @@ def test_evaluation_of_a_log_has_intervals_over_users(log, runs):
     assert found["samples"] == NUM_USERS
 
 
-@pytest.mark.parametrize("keys", ["", ", hashed=500"])
+# Without hashing, command and server are compared below.
+@pytest.mark.parametrize("keys", ["", ", hashed=500"] if IS_THOROUGH else [", hashed=500"])
 def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, keys):
     open_with(monkeypatch, Predictor, check_package)
     recipe = (runs / "recipe.py").read_text().replace("HSTUConfig", "SASRecConfig")
@@ -208,7 +211,7 @@ def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, key
             client.close()
 
 
-@pytest.mark.parametrize("exclude_seen", [True, False])
+@pytest.mark.parametrize("exclude_seen", [True, False] if IS_THOROUGH else [False])
 def test_command_and_server_agree_on_seen_items(log, runs, monkeypatch, exclude_seen):
     open_with(monkeypatch, Predictor, check_package)
     name = f"exclude_seen_{exclude_seen}"
@@ -269,7 +272,7 @@ def test_repeats_are_proposed_and_learned_as_well_as_by_the_baselines(tmp_path, 
     pq.write_table(draw_repeats(np.random.default_rng(0)), tmp_path / "log.parquet")
     assert inspect([str(tmp_path / "log.parquet"), *COLUMNS, "--out", str(tmp_path / "recipe.py")]) == 0
     assert "repeats" in capsys.readouterr().out
-    options = ["--runs", str(tmp_path), "--name", "r", "--quiet", "--training.epochs", "30", "--baselines"]
+    options = ["--runs", str(tmp_path), "--name", "r", "--quiet", "--training.epochs", "8", "--baselines"]
     assert train([f"{tmp_path}/recipe.py:recipe", *options]) == 0
     summary = RunFolder(tmp_path / "r").read_json("summary.json")
     of_baselines = {name: metrics["ndcg@10"] for name, metrics in summary["baselines_test"].items()}

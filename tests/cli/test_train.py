@@ -99,30 +99,23 @@ def test_the_launcher_of_ranks_imports_little():
 
 
 @pytest.mark.parametrize("launcher", ["meshrec", "torchrun"])
-def test_two_ranks_from_the_command_line(tmp_path, launcher):
-    options = (
-        "--runs",
-        str(tmp_path),
-        "--name",
-        "mine",
-        "--training.epochs",
-        "2",
-        "--tables.lr=0.2",
-    )
+def test_two_ranks_from_the_command_line(launching, tmp_path, launcher):
+    options = ("--runs", tmp_path, "--name", "mine", "--training.epochs", "2", "--tables.lr=0.2")
     if launcher == "meshrec":
-        done = run("--nproc", "2", *options, "--baselines")
+        code, output, errors = launching(SMALL, "--nproc", 2, *options, "--baselines").result(timeout=300)
     else:
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshrec")
-        done = run(*options, launcher=torchrun)
-    assert done.returncode == 0, done.stderr
+        done = run(*map(str, options), launcher=torchrun)
+        code, output, errors = done.returncode, done.stdout, done.stderr
+    assert code == 0, errors
     found = summary(tmp_path / "mine")
     assert (found["state"], found["ranks"], found["step"]) == ("finished", 2, 20)
     config = json.loads((tmp_path / "mine" / "config.json").read_text())
     assert config["recipe"]["tables"]["lr"] == 0.2
     for text in ("plan:", "rank 1:", "report.html", "finished at step 20"):
-        assert text in done.stdout, done.stdout
-    assert ("logistic regression" in done.stdout) == (launcher == "meshrec")
-    assert "Traceback" not in done.stderr
+        assert text in output, output
+    assert ("logistic regression" in output) == (launcher == "meshrec")
+    assert "Traceback" not in errors
 
 
 def test_ctrl_c_stops_all_ranks_which_listened_on_loopback_only(train, tmp_path):
@@ -237,7 +230,7 @@ def test_a_rank_that_is_lost_is_named(launching, tmp_path):
     """One that stops; ``tests/hostile/test_ranks.py`` kills others, at other moments."""
     message = "rank 1 stopped answering"
     options = ("--runs", tmp_path, "--name", "mine", "--training.checkpoint-every", "20")
-    run = launching(SMALL, "--nproc", 2, *options, "--training.epochs", "100000", "--rank-timeout", "8")
+    run = launching(SMALL, "--nproc", 2, *options, "--training.epochs", "100000", "--rank-timeout", "3")
     folder = tmp_path / "mine"
     deadline = time.monotonic() + 240
     while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:

@@ -91,8 +91,8 @@ def loaded(seed, folder):
     return model.eval()
 
 
-def follow(seed, folder, **options):
-    """Compare a model that follows the deltas with the checkpoint at each of them."""
+def follow(seed, folder, numbers=range(NUM_DELTAS + 1), **options):
+    """Compare a model that follows the deltas to each number with the checkpoint at it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own code
         options = {"features": made.FEATURES, "num_dense": made.NUM_DENSE, "compile": False, **options}
@@ -100,7 +100,7 @@ def follow(seed, folder, **options):
         package = export(loaded(seed, folder / "0"), folder / "package", scores=None, about=about, **options)
     predictor = Predictor(package)
     ids = torch.cat([torch.arange(80) * 0x5851F42D4C957F2D, torch.tensor(made.EDGES)])
-    for number in range(NUM_DELTAS + 1):
+    for number in numbers:
         if number:
             predictor = Predictor(package)
             deltas = Deltas(
@@ -126,7 +126,7 @@ def run(tmp_path_factory):
 
 def test_a_server_follows_a_run_that_updates_on_step(tmp_path):
     published("rows", 2, "on_step", tmp_path)
-    follow(2, tmp_path)
+    follow(2, tmp_path, [NUM_DELTAS])
 
 
 @pytest.mark.parametrize("kind", list(BUILDERS))
@@ -140,7 +140,7 @@ def test_a_server_follows_a_run_of_two_ranks(ranks, kind, tmp_path):
         delta = read_delta(tmp_path / "deltas", record)
         for name, ids in delta.evicted.items():
             assert not torch.isin(ids, delta.rows[name][0]).any()
-    follow(seed, tmp_path)
+    follow(seed, tmp_path, [2, NUM_DELTAS])  # to the last one, the run goes back
 
 
 PATHS = ["bags.embedding_bags.h0", "bags.embedding_bags.h1", "sequences.embeddings.h2"]

@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from meshrec import EmbeddingCollection, EmbeddingConfig
-from meshrec.export import PackageError, Predictor, export
+from meshrec.export import PackageError, Predictor, check_package, export
 from meshrec.export.incremental import Encoder, IncrementalQueries
 from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.models import HSTU, GRU4Rec, HistoryFeatures, SampledSoftmax
 from tests.export.conftest import torchs_own_warnings
-from tests.serve.conftest import Client
+from tests.serve.conftest import Client, running
 from tests.serve.test_fresh import publish
 from tests.serve.test_workers import program, until
+from tests.serve.toys import open_with
 
 NUM_ITEMS, WIDTH, LONGEST = 200, 16, 40
 FEATURES = ["history", "times", "seen"]
 ROWS = 4 * 2 * WIDTH * LONGEST * 2
 """Bytes of the keys and values of the longest history in two layers."""
-SERVE = ("-m", "meshrec.cli", "serve")
+SERVE = "meshrec.cli.__main__:main"
 
 
 def make_package(folder, kind, *, about=None, **options):
@@ -69,7 +70,7 @@ def draw_history(chosen, num):
 def rounds(chosen):
     """Requests of several users whose histories grow, stay, are edited in the middle, and begin again."""
     users = [draw_history(chosen, chosen.randrange(LONGEST // 2)) for _ in range(5)]
-    for _ in range(25):
+    for _ in range(12):
         for place in chosen.sample(range(5), 3):
             items, times = map(list, users[place])
             event = chosen.random()
@@ -106,12 +107,12 @@ def figures(client):
 
 
 @pytest.mark.parametrize(("most", "others"), [(100 * ROWS, []), (3 * ROWS, ["again"])])
-def test_kept_histories_change_no_answer(folder, most, others):
-    beside = [f"{other}={folder / 'hstu'}" for other in others]
-    arguments = [folder / "hstu", *beside, "--keep-histories", most]
+def test_kept_histories_change_no_answer(folder, most, others, monkeypatch):
+    open_with(monkeypatch, Predictor, check_package)
+    models = dict.fromkeys(["hstu", *others], folder / "hstu")
     predictor, num = Predictor(folder / "hstu"), 0
-    with program(*arguments, command=SERVE) as (_, url, _):
-        client = Client(url)
+    with running(models, keep_histories=most) as server:
+        client = Client(server.url)
         for asked in rounds(random.Random(most)):
             num += sum(bool(each["history"]) for each in asked)
             status, _, found = client("POST", "/embed/hstu", asked)
@@ -150,10 +151,10 @@ def test_deltas_empty_what_each_worker_keeps(folder, tmp_path):
         {"history": items, "times": times, "seen": []}
         for items, times in (draw_history(chosen, num) for num in (LONGEST, 7, 0, 20))
     ]
-    arguments = [folder / "hstu", "--keep-histories", 100 * ROWS, "--workers", 2]
+    arguments = ["serve", folder / "hstu", "--keep-histories", 100 * ROWS, "--workers", 2]
     arguments += ["--deltas", f"hstu={tmp_path}"]
     weights, before = dict(predictor.weights), vectors_of(predictor, asked)
-    with program(*arguments, command=SERVE) as (_, url, log):
+    with program(*arguments, main=SERVE) as (_, url, log):
         until(lambda: sum("is ready" in line for line in log) == 2, log)
         for number in (2, 3, 4):  # the package is of the step of delta 1
             weights = draw_delta(tmp_path, number, weights)
@@ -177,13 +178,14 @@ def test_deltas_empty_what_each_worker_keeps(folder, tmp_path):
         client.close()
 
 
-def test_a_model_that_keeps_nothing_says_so(folder):
-    with program(folder / "gru", "--keep-histories", 1 << 20, command=SERVE) as (_, url, log):
-        client = Client(url)
+def test_a_model_that_keeps_nothing_says_so(folder, monkeypatch, caplog):
+    open_with(monkeypatch, Predictor, check_package)
+    with caplog.at_level("INFO"), running({"gru": folder / "gru"}, keep_histories=1 << 20) as server:
+        client = Client(server.url)
         asked = {"history": [1, 2], "times": [], "seen": []}
         assert client("POST", "/recommend?k=5", asked)[0] == 200
         client.close()
-    assert any("history cache" in line for line in log)
+    assert "history cache" in caplog.text
 
 
 def test_weights_of_another_form_are_refused(folder):

@@ -21,28 +21,33 @@ from tests.serve.conftest import Client, request_of, running, samples, scores_of
 from tests.serve.test_server import infer_body
 from tests.serve.toys import FEATURES, NUM_DENSE, NUM_ROWS, open_with
 
-NUM = int(os.environ.get("MESHREC_MUTATIONS", "100"))
+NUM = int(os.environ.get("MESHREC_MUTATIONS", "50"))
 LENGTH = "Inference-Header-Content-Length"
 JUNK = [None, True, -1, 0, 1.5, 10**30, 1 << 62, -(1 << 63), "", "x", [], {}, [[]], [None], {"a": [1]}, "NaN"]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A package, so that what is let through reaches the kernels."""
-    folder = tmp_path_factory.mktemp("mutations") / "clicks"
+def make_packages(folder):
+    """A model's packages, of rows and of raw values."""
     tables = [
         meshrec.EmbeddingBagConfig(name=f"t_{f}", embedding_dim=4, num_embeddings=NUM_ROWS, feature_names=[f])
         for f in FEATURES
     ]
     model = DLRM(meshrec.EmbeddingBagCollection(tables), NUM_DENSE, [8, 4], [8, 1])
-    other = folder.with_name("raw")
     options = {"features": FEATURES, "num_dense": NUM_DENSE, "compile": False}
+    folder.mkdir()
+    with torchs_own_warnings():
+        export(model, folder / "clicks", **options)
+        export(model, folder / "raw", shared=["user", "dense"], raw=raw_values(), **options)
+
+
+@pytest.fixture(scope="module")
+def served(made_once):
+    """A package, so that what is let through reaches the kernels."""
+    folder = made_once("mutations", make_packages)
     with pytest.MonkeyPatch.context() as patch, torchs_own_warnings():
-        export(model, folder, **options)
-        export(model, other, shared=["user", "dense"], raw=raw_values(), **options)
         open_with(patch, Predictor, check_package)
-        with running({"clicks": folder, "raw": other}, max_body=1 << 16) as server:
-            yield server, Predictor(folder)
+        with running({name: folder / name for name in ("clicks", "raw")}, max_body=1 << 16) as server:
+            yield server, Predictor(folder / "clicks")
 
 
 def raw_values():

@@ -12,6 +12,7 @@ import tritonclient.http as triton
 from meshrec.export import Predictor, check_package
 from meshrec.runs.fitting import features_of
 from meshrec.serve import Limits
+from meshrec.train import RunFolder
 from tests.export.conftest import torchs_own_warnings
 from tests.runs.test_export import as_arrays, export_with, trained
 from tests.serve.conftest import Client, running
@@ -21,14 +22,20 @@ from tests.train.shop import shop, source
 USER = ["user", "price", "time"]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A server of a run's model and of its towers, the columns of some samples, and their scores."""
-    folder = tmp_path_factory.mktemp("raw")
+def make_shop(folder):
+    """A run, and packages of its model and of a tower."""
+    folder.mkdir()
     run = trained(folder, "two_towers")
-    whole = export_with(run, folder / "whole", shared=["user", "hour", "dense"])
-    query = export_with(run, folder / "query", tower="query")
+    export_with(run, folder / "whole", shared=["user", "hour", "dense"])
+    export_with(run, folder / "query", tower="query")
     pq.write_table(shop(40, seed=9), folder / "new.parquet")
+
+
+@pytest.fixture(scope="module")
+def served(made_once):
+    """A server of a run's model and of its towers, the columns of some samples, and their scores."""
+    folder = made_once("shop", make_shop)
+    run, whole, query = RunFolder(folder / "r"), folder / "whole", folder / "query"
     (batch,) = source().scored(features_of(run), folder / "new.parquet", labelled=False).train.batches(40)
     with torchs_own_warnings(), pytest.MonkeyPatch.context() as patch:
         predictor = Predictor(whole)

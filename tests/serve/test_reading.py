@@ -12,7 +12,7 @@ import pytest
 from meshrec.serve import reading
 from meshrec.serve.reading import Body, BodyReader
 from meshrec.serve.requests import RequestError
-from tests.serve.conftest import SIGNATURE, Client, request_of, running, samples
+from tests.serve.conftest import SIGNATURE, request_of, samples
 from tests.serve.toys import FEATURES
 
 
@@ -58,39 +58,30 @@ def nested(depth):
     "body",
     [nested(976), nested(20), nested(90_000), nested(1).replace(b"1]", b"1" * 4301 + b"]"), b"\xff{}"],
 )
-def test_what_python_does_not_read_is_refused_with_words(packages, body):
-    with running({"clicks": packages[0]}) as server:
-        client = Client(server.url)
-        status, _, said = client("POST", "/predict", body)
-        assert (status, len(said["error"]) > 20) == (400, True)
-        status, _, said = client("POST", "/v2/models/clicks/infer", body)
-        assert status == 400
-        client.close()
+def test_what_python_does_not_read_is_refused_with_words(client, body):
+    status, _, said = client("POST", "/predict", body)
+    assert (status, len(said["error"]) > 20) == (400, True)
+    status, _, said = client("POST", "/v2/models/clicks/infer", body)
+    assert status == 400
 
 
-def test_numbers_of_many_digits_in_headers_and_paths(packages):
-    with running({"clicks": packages[0]}) as server:
-        client = Client(server.url)
-        header = {"Inference-Header-Content-Length": "1" * 4301}
-        status, _, said = client("POST", "/v2/models/clicks/infer", b"{}", header)
-        assert (status, "must be a number of bytes" in said["error"]) == (400, True)
-        path = "/v2/repository/models/clicks/rollback/" + "1" * 4301
-        status, _, said = client("POST", path)
-        assert (status, "must be a number" in said["error"]) == (400, True)
-        client.close()
+def test_numbers_of_many_digits_in_headers_and_paths(client):
+    header = {"Inference-Header-Content-Length": "1" * 4301}
+    status, _, said = client("POST", "/v2/models/clicks/infer", b"{}", header)
+    assert (status, "must be a number of bytes" in said["error"]) == (400, True)
+    path = "/v2/repository/models/clicks/rollback/" + "1" * 4301
+    status, _, said = client("POST", path)
+    assert (status, "must be a number" in said["error"]) == (400, True)
 
 
-def test_a_request_of_many_samples_is_answered_in_pieces(packages):
+def test_a_request_of_many_samples_is_answered_in_pieces(client):
     given = {
         "shared": {"user": [3, 4]},
         "samples": [{"dense": [0, n % 7, 1], "item": n % 50} for n in range(3000)],
     }
     each = [{**given["shared"], **sample} for sample in given["samples"]]
-    with running({"clicks": packages[0]}) as server:
-        client = Client(server.url)
-        scores = client("POST", "/predict", given)[2]["scores"]
-        assert len(scores) == 3000
-        alone = client("POST", "/predict", each[:7] + each[-7:])[2]["scores"]
-        np.testing.assert_allclose(scores[:7] + scores[-7:], alone, rtol=1e-5)
-        assert set(FEATURES) == {"user", "item"}
-        client.close()
+    scores = client("POST", "/predict", given)[2]["scores"]
+    assert len(scores) == 3000
+    alone = client("POST", "/predict", each[:7] + each[-7:])[2]["scores"]
+    np.testing.assert_allclose(scores[:7] + scores[-7:], alone, rtol=1e-5)
+    assert set(FEATURES) == {"user", "item"}
