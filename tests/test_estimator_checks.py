@@ -19,10 +19,7 @@ NOT_APPLICABLE = {
 def cases():
     models = (
         ("", Classifier(options=QUICK | {"model.fit_trees": 0, "model.fit_wide": False})),
-        (
-            "regressor",
-            Regressor(options=QUICK | {"model.fit_trees": 2}),
-        ),  # what both have in common is checked once
+        ("regressor", Regressor(options=QUICK)),  # what both have in common is checked once
     )
     for part, model in models:
         for number, (estimator, check) in enumerate(estimator_checks_generator(model)):
