@@ -79,13 +79,13 @@ class _Prefix(NamedTuple):
         forward: forward seconds per split of the slowest stage or link so far.
         backward: backward seconds per split of the slowest stage or link so far.
         links: sum of the link seconds per split and direction so far.
-        cuts: cut position at the end of every stage so far.
+        positions: cut position at the end of every stage so far.
     """
 
     forward: float
     backward: float
     links: float
-    cuts: tuple[int, ...]
+    positions: tuple[int, ...]
 
 
 def best_cut(
@@ -142,7 +142,10 @@ def best_cut(
                 f, b = forward[position] - forward[before], backward[position] - backward[before]
                 extended.setdefault(position, []).extend(
                     _Prefix(
-                        max(p.forward, f, link), max(p.backward, b, link), p.links + link, (*p.cuts, position)
+                        max(p.forward, f, link),
+                        max(p.backward, b, link),
+                        p.links + link,
+                        (*p.positions, position),
                     )
                     for p in prefixes
                 )
@@ -162,7 +165,7 @@ def best_cut(
     best = min(parts[everything], key=seconds)
     # A unit is in the first stage at whose end the position contains it.
     stage_of = [
-        next(s for s, position in enumerate(best.cuts) if position >> u & 1) for u in range(len(costs))
+        next(s for s, position in enumerate(best.positions) if position >> u & 1) for u in range(len(costs))
     ]
     return StageCut(stage_of, seconds(best), is_all)
 

@@ -58,13 +58,13 @@ class DenseLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _LayoutInputs:
     """The traced model, the batch and the machine for which layouts are compared.
 
     Attributes:
         traced: traced model with units; see [Note: units, stages, splits and lanes].
         programs: executable program for every unit.
-        taken: values that units read from the global batch, by value name.
+        batch_values: values that units read from the global batch, by value name.
         batch: number of samples in the global batch.
         world_size: rank count.
         link: bandwidths and latency between ranks.
@@ -75,7 +75,7 @@ class _Problem:
 
     traced: Traced
     programs: list[PartProgram]
-    taken: Mapping[str, Any]
+    batch_values: Mapping[str, Any]
     batch: int
     world_size: int
     link: Link
@@ -123,28 +123,32 @@ def layouts(
     return sorted(results, key=lambda layout: layout.seconds)
 
 
-def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _Problem:
+def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _LayoutInputs:
     """Run every unit once on the global batch ``inputs``, to learn the size of every value."""
-    taken = dict(zip(traced.taking.gives, traced.taking.module(*inputs), strict=True))
+    batch_values = dict(
+        zip(traced.input_program.output_names, traced.input_program.module(*inputs), strict=True)
+    )
     batch = inputs[0].shape[0]
     final = set(traced.output.all_input_nodes)
     programs = [program(traced, unit.nodes, final) for unit in traced.units]
     # Results of units, which later units take as arguments.
-    values = dict(taken)
+    values = dict(batch_values)
     with torch.no_grad():
         for part in programs:
-            values.update(zip(part.gives, part.module(*(values[name] for name in part.takes)), strict=True))
+            values.update(
+                zip(part.output_names, part.module(*(values[name] for name in part.input_names)), strict=True)
+            )
     parameters = [
-        0 if unit.whole else sum(parameter.nbytes for parameter in part.module.parameters())
+        0 if unit.once_per_batch else sum(parameter.nbytes for parameter in part.module.parameters())
         for unit, part in zip(traced.units, programs, strict=True)
     ]
     sizes = {name: _num_bytes(value) / batch for name, value in values.items()}
-    return _Problem(
-        traced, programs, taken, batch, world_size, link, parameters, sizes, shared_parameters(traced)
+    return _LayoutInputs(
+        traced, programs, batch_values, batch, world_size, link, parameters, sizes, shared_parameters(traced)
     )
 
 
-def _unstaged(problem: _Problem) -> list[DenseLayout]:
+def _unstaged(problem: _LayoutInputs) -> list[DenseLayout]:
     """Return the DDP layout and the FSDP2 layout."""
     # Every rank computes the whole dense part on its share of the batch.
     costs = _costs(problem, problem.batch // problem.world_size, 1)
@@ -164,7 +168,7 @@ def _unstaged(problem: _Problem) -> list[DenseLayout]:
     ]
 
 
-def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> float:
+def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -> float:
     """Return the seconds from the end of the backward pass until DDP has reduced the last gradient bucket.
 
     Simulates the backward pass through the units in reverse order. A gradient bucket is sent once it is full,
@@ -192,15 +196,21 @@ def _exposed_reduce_seconds(problem: _Problem, costs: Sequence[UnitCost]) -> flo
     return max(0.0, arrival - now)
 
 
-def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
+def _staged(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
     """Return the fastest layout with ``num_stages`` stages, over the cuts and the split counts to try."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes
-    cuts = [_cut(problem, num_stages, k, lane_batch, lanes) for k in (1, *CANDIDATES) if k <= lane_batch]
-    return min(cuts, key=lambda layout: layout.seconds)
+    candidates = [
+        _layout_for_splits(problem, num_stages, k, lane_batch, lanes)
+        for k in (1, *CANDIDATES)
+        if k <= lane_batch
+    ]
+    return min(candidates, key=lambda layout: layout.seconds)
 
 
-def _cut(problem: _Problem, num_stages: int, num_splits: int, lane_batch: int, lanes: int) -> DenseLayout:
+def _layout_for_splits(
+    problem: _LayoutInputs, num_stages: int, num_splits: int, lane_batch: int, lanes: int
+) -> DenseLayout:
     """Return the layout with the best cut for given stage and split counts.
 
     Args:
@@ -287,7 +297,7 @@ def simulate(
     return max(clocks)
 
 
-def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost]:
+def _costs(problem: _LayoutInputs, lane_batch: int, num_splits: int) -> list[UnitCost]:
     """Measure the seconds per split for every unit; table lookups count as 0 seconds.
 
     Args:
@@ -295,30 +305,32 @@ def _costs(problem: _Problem, lane_batch: int, num_splits: int) -> list[UnitCost
         lane_batch: samples to use from the global batch.
         num_splits: number of splits into which these samples are divided.
     """
-    taken = problem.taken
+    batch_values = problem.batch_values
     if lane_batch < problem.batch:
         sizes = [lane_batch, problem.batch - lane_batch]
-        taken = {name: split(value, sizes, f"the input {name!r}")[0] for name, value in taken.items()}
+        batch_values = {
+            name: split(value, sizes, f"the input {name!r}")[0] for name, value in batch_values.items()
+        }
     costs = measure_units(
-        problem.traced, problem.programs, taken, lane_batch, num_splits=num_splits, num_workers=1
+        problem.traced, problem.programs, batch_values, lane_batch, num_splits=num_splits, num_workers=1
     )
     return [
-        UnitCost(0.0, 0.0) if unit.whole else cost
+        UnitCost(0.0, 0.0) if unit.once_per_batch else cost
         for unit, cost in zip(problem.traced.units, costs, strict=True)
     ]
 
 
-def _crossing(problem: _Problem, position: int) -> float:
+def _crossing(problem: _LayoutInputs, position: int) -> float:
     """Return the bytes per sample of all values computed before a cut position and read after it."""
     # Names of values computed before the position, and read after it.
-    given: set[str] = set()
-    taken: set[str] = set()
+    outputs_before: set[str] = set()
+    inputs_after: set[str] = set()
     for unit, part in enumerate(problem.programs):
         if position >> unit & 1:
-            given.update(part.gives)
+            outputs_before.update(part.output_names)
         else:
-            taken.update(part.takes)
-    return sum(problem.values[name] for name in given & taken)
+            inputs_after.update(part.input_names)
+    return sum(problem.values[name] for name in outputs_before & inputs_after)
 
 
 def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
@@ -344,14 +356,14 @@ def _tables_of_one_row(model: nn.Module) -> Iterator[None]:
     }
     try:
         for path, child in tables.items():
-            _set_submodule(model, path, _one_row(child))
+            _set_submodule(model, path, _with_single_rows(child))
         yield
     finally:
         for path, child in tables.items():
             _set_submodule(model, path, child)
 
 
-def _one_row(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
+def _with_single_rows(module: EmbeddingBagCollection | EmbeddingCollection) -> nn.Module:
     """Return a collection with the same tables, but with a single row per table."""
     if isinstance(module, EmbeddingCollection):
         return EmbeddingCollection([replace(c, num_embeddings=1) for c in module.embedding_configs()])

@@ -219,25 +219,26 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
         Pairs (message, True if this stage sends the message and False if it receives it). Received
         messages come first.
     """
-    stage, makers, users, index = flow.stage, flow.makers, flow.users, flow.stage.index
+    stage, index = flow.stage, flow.stage.index
+    producer_stage, consumer_stages = flow.producer_stage, flow.consumer_stages
     if action in ("tables", "collect"):
         kind: Literal["value", "gradient"] = "value" if action == "tables" else "gradient"
         # Only the stage with the tables sends lookups and receives their gradients.
-        whole = stage.whole.gives if stage.whole is not None else []
+        whole = stage.batch_program.output_names if stage.batch_program is not None else []
         return [
             (Message(kind, n, i, index, u), action == "tables")
             for n in whole
             for i in range(k)
-            for u in users.get(n, ())
+            for u in consumer_stages.get(n, ())
         ]
     kind = "value" if action == "forward" else "gradient"
     # Values from other stages. Batch values and values computed here need no message.
-    takes = [name for name in flow.takes if makers.get(name, index) != index]
-    messages = [(Message(kind, n, k, makers[n], index), action == "backward") for n in takes]
+    input_names = [name for name in flow.input_names if producer_stage.get(name, index) != index]
+    messages = [(Message(kind, n, k, producer_stage[n], index), action == "backward") for n in input_names]
     messages += [
         (Message(kind, n, k, index, u), action == "forward")
-        for n in stage.split.gives
-        for u in users.get(n, ())
+        for n in stage.split_program.output_names
+        for u in consumer_stages.get(n, ())
     ]
     if generator is not None and action == "forward":
         if index > 0:

@@ -37,7 +37,7 @@ Measured on several machines. It matters only for splits that take about as long
 
 def measure_and_choose(
     traced: Traced,
-    taken: Mapping[str, Any],
+    batch_values: Mapping[str, Any],
     batch: int,
     *,
     num_stages: int,
@@ -52,7 +52,7 @@ def measure_and_choose(
 
     Args:
         traced: traced model.
-        taken: batch values read by units, by value name.
+        batch_values: batch values read by units, by value name.
         batch: samples in the batch.
         num_stages: stage count.
         staging: the stages if the user has set the cuts; None to choose them.
@@ -79,7 +79,7 @@ def measure_and_choose(
         with torch.random.fork_rng(devices=[]):
             for count in counts:
                 costs = measure_units(
-                    traced, programs, taken, batch, num_splits=count, num_workers=num_stages
+                    traced, programs, batch_values, batch, num_splits=count, num_workers=num_stages
                 )
                 cut = best_cut(costs, needs, num_stages, count, shared=shared)
                 least = bound(cut, costs, num_stages, count)
@@ -87,7 +87,7 @@ def measure_and_choose(
                     cut = StageCut(fixed, step_seconds(costs, fixed, count), False)
                 # Unit times rank the cuts. The stages of the best cut are measured as a whole, because
                 # units measured one by one are up to 15 % off. The bound is scaled by the same error.
-                stages = measure_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
+                stages = measure_stages(stage_programs(traced, cut.stage_of), batch_values, batch, count)
                 seconds = step_seconds(stages, range(num_stages), count)
                 choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
     finally:
@@ -111,7 +111,7 @@ class _Measured(NamedTuple):
 def measure_units(
     traced: Traced,
     programs: Sequence[PartProgram],
-    taken: Mapping[str, Any],
+    batch_values: Mapping[str, Any],
     batch: int,
     *,
     num_splits: int,
@@ -125,7 +125,7 @@ def measure_units(
     Args:
         traced: traced model.
         programs: executable program for every unit.
-        taken: batch values read by units, by value name.
+        batch_values: batch values read by units, by value name.
         batch: samples in the batch.
         num_splits: splits per batch.
         num_workers: number of threads that measure at the same time.
@@ -138,7 +138,7 @@ def measure_units(
 
     def measure_repeatedly() -> list[list[UnitCost]]:
         """Return all unit costs, measured ``_REPEATS`` times after a warm-up round."""
-        return [_measure(traced, programs, taken, sizes) for _ in range(_REPEATS + 1)][1:]
+        return [_measure_all_units(traced, programs, batch_values, sizes) for _ in range(_REPEATS + 1)][1:]
 
     with ThreadPoolExecutor(num_workers) as pool:
         rounds_of_all = [
@@ -152,12 +152,14 @@ def measure_units(
     ]
 
 
-def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int) -> list[UnitCost]:
+def measure_stages(
+    staging: Staging, batch_values: Mapping[str, Any], batch: int, num_splits: int
+) -> list[UnitCost]:
     """Measure the forward and backward seconds per split for every stage while the other stages run, too.
 
     Args:
         staging: programs of all stages.
-        taken: batch values read by stages, by value name.
+        batch_values: batch values read by stages, by value name.
         batch: samples in the batch.
         num_splits: splits per batch.
 
@@ -170,15 +172,15 @@ def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_s
     whole = [UnitCost(0.0, 0.0)] * len(staging.stages)
     arguments = []
     for stage in staging.stages:
-        if stage.whole is not None:
-            whole[stage.index] = _measure_whole(stage.whole, taken, sizes, values)
-        stage_arguments = _arguments(stage.split, taken, sizes, values)
+        if stage.batch_program is not None:
+            whole[stage.index] = _measure_whole(stage.batch_program, batch_values, sizes, values)
+        stage_arguments = _arguments(stage.split_program, batch_values, sizes, values)
         arguments.append(stage_arguments)
         with torch.enable_grad():
             values.update(
                 zip(
-                    stage.split.gives,
-                    stage.split.module(*make_writable(_detached(stage_arguments))),
+                    stage.split_program.output_names,
+                    stage.split_program.module(*make_writable(_detached(stage_arguments))),
                     strict=True,
                 )
             )
@@ -188,7 +190,7 @@ def measure_stages(staging: Staging, taken: Mapping[str, Any], batch: int, num_s
         """Return the cost per split of stage ``index``, as the median over ``_REPEATS`` rounds."""
         # All stages start together, because they will share memory bandwidth in training.
         together.wait()
-        program, depth = staging.stages[index].split, min(num_splits, _IN_FLIGHT)
+        program, depth = staging.stages[index].split_program, min(num_splits, _IN_FLIGHT)
         costs = [_measure_part(program, arguments[index], depth) for _ in range(_REPEATS + 1)][1:]
         return UnitCost(*(statistics.median(seconds) for seconds in zip(*costs, strict=True)))
 
@@ -240,19 +242,19 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
 
 
 def _arguments(
-    program: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
+    program: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
 ) -> list[Any]:
     """Return the program's arguments for the first split.
 
     Args:
         program: program to call.
-        taken: values for the whole batch, by value name.
+        batch_values: values for the whole batch, by value name.
         sizes: samples in every split.
         values: results of earlier programs for the first split, by value name.
     """
     return [
-        values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
-        for name in program.takes
+        values[name] if name in values else split(batch_values[name], sizes, f"the input {name!r}")[0]
+        for name in program.input_names
     ]
 
 
@@ -271,27 +273,27 @@ class _TimedResult(NamedTuple):
     seconds: float
 
 
-def _measure(
-    traced: Traced, programs: Sequence[PartProgram], taken: Mapping[str, Any], sizes: Sequence[int]
+def _measure_all_units(
+    traced: Traced, programs: Sequence[PartProgram], batch_values: Mapping[str, Any], sizes: Sequence[int]
 ) -> list[UnitCost]:
     """Run the first split once through all units, and return the seconds of every unit.
 
     Args:
         traced: traced model.
         programs: executable program for every unit.
-        taken: batch values read by units, by value name.
+        batch_values: batch values read by units, by value name.
         sizes: samples in every split.
     """
     values: dict[str, Any] = {}
     costs = []
     for unit, part in zip(traced.units, programs, strict=True):
-        if unit.whole:
-            costs.append(_measure_whole(part, taken, sizes, values))
+        if unit.once_per_batch:
+            costs.append(_measure_whole(part, batch_values, sizes, values))
             continue
-        inputs = _detached(_arguments(part, taken, sizes, values))
+        inputs = _detached(_arguments(part, batch_values, sizes, values))
         with torch.enable_grad():
             results, forward = _timed(part.module, *make_writable(inputs))
-        values.update(zip(part.gives, results, strict=True))
+        values.update(zip(part.output_names, results, strict=True))
         costs.append(UnitCost(forward, _measure_backward(part, inputs, results)))
     # The stages are not known yet, so spread the exchange time of a single stage over all units.
     share = EXCHANGE_SECONDS / len(costs)
@@ -306,13 +308,13 @@ def _add(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _measure_whole(
-    part: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
+    part: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
     """Measure a program that runs once per batch instead of once per split, such as a table lookup.
 
     Args:
         part: program to measure.
-        taken: values for the whole batch, by value name.
+        batch_values: values for the whole batch, by value name.
         sizes: samples in every split.
         values: output; receives the first split of every result, by value name.
 
@@ -321,8 +323,8 @@ def _measure_whole(
         update the tables, but estimated as twice the forward time.
     """
     with torch.no_grad():
-        results, seconds = _timed(part.module, *(taken[name] for name in part.takes))
-        for name, value in zip(part.gives, results, strict=True):
+        results, seconds = _timed(part.module, *(batch_values[name] for name in part.input_names))
+        for name, value in zip(part.output_names, results, strict=True):
             # A sharded table returns a lazy result, whose exchange between ranks is not measured.
             value = value.wait() if isinstance(value, LazyAwaitable) else value
             first = split(value, sizes, f"the value {name!r}")[0]

@@ -20,15 +20,15 @@ class StageProgram:
     Attributes:
         index: stage number.
         name: description for the user: the first and the last unit's name.
-        whole: program with the table lookups, which runs once per batch, before the first split. None if the
-            stage has no tables.
-        split: program with all other units, which runs once per split.
+        batch_program: program with the table lookups, which runs once per batch, before the first split. None
+            if the stage has no tables.
+        split_program: program with all other units, which runs once per split.
     """
 
     index: int
     name: str
-    whole: PartProgram | None
-    split: PartProgram
+    batch_program: PartProgram | None
+    split_program: PartProgram
 
 
 class Staging(NamedTuple):
@@ -44,28 +44,30 @@ class Staging(NamedTuple):
     stage_of: list[int]
     output: fx.Node
 
-    def makers(self) -> dict[str, int]:
+    def producer_stage(self) -> dict[str, int]:
         """Return the the stage that computes a value, by value name.
 
         Values that are read from the batch are not included.
         """
-        programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
-        return {name: index for index, program in programs for name in program.gives}
+        programs = [
+            (stage.index, p) for stage in self.stages for p in (stage.batch_program, stage.split_program) if p
+        ]
+        return {name: index for index, program in programs for name in program.output_names}
 
-    def users(self) -> dict[str, list[int]]:
+    def consumer_stages(self) -> dict[str, list[int]]:
         """Return the numbers of the stages that must receive a value from another stage, by value name.
 
         Values that only the stage computing them reads are not included.
         """
-        makers = self.makers()
-        users: dict[str, list[int]] = {}
+        producer_stage = self.producer_stage()
+        consumer_stages: dict[str, list[int]] = {}
         for stage in self.stages:
             # Table lookups take only batch values, so only the program for splits reads values of other
             # stages.
-            for name in stage.split.takes:
-                if makers.get(name, stage.index) != stage.index:
-                    users.setdefault(name, []).append(stage.index)
-        return users
+            for name in stage.split_program.input_names:
+                if producer_stage.get(name, stage.index) != stage.index:
+                    consumer_stages.setdefault(name, []).append(stage.index)
+        return consumer_stages
 
 
 class StageFlow:
@@ -79,22 +81,25 @@ class StageFlow:
     Attributes:
         stage: this stage's programs.
         last: last stage number.
-        makers: the stage that computes a value, by value name. Batch values are not included.
-        users: numbers of the stages that receive a value from another stage, by value name.
-        takes: names of values this stage needs for a split: first the arguments of ``stage.split``, then
-            ``carried`` values on the last stage.
+        producer_stage: the stage that computes a value, by value name. Batch values are not included.
+        consumer_stages: numbers of the stages that receive a value from another stage, by value name.
+        input_names: names of values this stage needs for a split: first the arguments of
+            ``stage.split_program``, then ``carried`` values on the last stage.
         output: output node in the model's graph.
     """
 
     def __init__(self, staging: Staging, index: int, carried: Sequence[str] = ()) -> None:
         self.stage, self.output = staging.stages[index], staging.output
         self.last = len(staging.stages) - 1
-        self.makers, self.users = staging.makers(), staging.users()
+        self.producer_stage, self.consumer_stages = staging.producer_stage(), staging.consumer_stages()
         for name in carried:
-            self.users.setdefault(name, []).append(self.last)
+            self.consumer_stages.setdefault(name, []).append(self.last)
         # The order matters: `StageRun.forward` passes the first values to the program, and only returns the
         # carried values.
-        self.takes = [*self.stage.split.takes, *(name for name in carried if index == self.last)]
+        self.input_names = [
+            *self.stage.split_program.input_names,
+            *(name for name in carried if index == self.last),
+        ]
 
     @property
     def returned(self) -> list[str]:
@@ -186,8 +191,8 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
     stages = []
     for stage in range(num_stages):
         members = [unit for unit in traced.units if stage_of[unit.index] == stage]
-        whole = [node for unit in members if unit.whole for node in unit.nodes]
-        split = [node for unit in members if not unit.whole for node in unit.nodes]
+        whole = [node for unit in members if unit.once_per_batch for node in unit.nodes]
+        split = [node for unit in members if not unit.once_per_batch for node in unit.nodes]
         title = f"{names[stage][0]} to {names[stage][-1]}" if len(names[stage]) > 1 else "".join(names[stage])
         stages.append(
             StageProgram(
@@ -216,20 +221,20 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
     # Values from other programs become placeholders. get_attr nodes are copied, as all programs share the
     # model.
     copies: dict[fx.Node, fx.Node] = {}
-    takes: list[str] = []
+    input_names: list[str] = []
     for node in nodes:
         for needed in node.all_input_nodes:
             if needed not in members and needed not in copies and needed.op != "get_attr":
                 copies[needed] = graph.placeholder(needed.name)
-                takes.append(needed.name)
+                input_names.append(needed.name)
     for node in nodes:
         for needed in node.all_input_nodes:
             if needed.op == "get_attr" and needed not in copies:
                 copies[needed] = graph.node_copy(needed)
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    gives = [node for node in nodes if node in final or any(user not in members for user in node.users)]
-    graph.output(tuple(copies[node] for node in gives))
-    return PartProgram(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
+    outputs = [node for node in nodes if node in final or any(user not in members for user in node.users)]
+    graph.output(tuple(copies[node] for node in outputs))
+    return PartProgram(fx.GraphModule(traced.model, graph), input_names, [node.name for node in outputs])
 
 
 def shared_parameters(traced: Traced) -> dict[str, list[int]]:

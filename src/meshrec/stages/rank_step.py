@@ -27,14 +27,14 @@ class Lane:
 
     Args:
         stages: ranks in this lane. The group rank is the stage number.
-        replicas: ranks that run this stage in all lanes; None if there is a single lane.
+        lane_peers: ranks that run this stage in all lanes; None if there is a single lane.
         all_ranks: ranks in all lanes.
     """
 
     def __init__(
-        self, stages: dist.ProcessGroup, replicas: dist.ProcessGroup | None, all_ranks: dist.ProcessGroup
+        self, stages: dist.ProcessGroup, lane_peers: dist.ProcessGroup | None, all_ranks: dist.ProcessGroup
     ) -> None:
-        self.stages, self.replicas, self.all_ranks = stages, replicas, all_ranks
+        self.stages, self.lane_peers, self.all_ranks = stages, lane_peers, all_ranks
 
     def broadcast_seed(self) -> int:
         """Draw a random seed on the first stage, and return it on all ranks in the lane."""
@@ -240,7 +240,7 @@ class RankStep:
             if action == "agree":
                 # This comes before lanes exchange gradients and before tables are updated. Either all lanes
                 # continue, or none.
-                group = self._lane.replicas if k else None
+                group = self._lane.lane_peers if k else None
                 if any_rank(exchange.error is not None, group) and exchange.error is None:
                     exchange.error = "another lane failed"
                 continue

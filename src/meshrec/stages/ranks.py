@@ -112,7 +112,7 @@ class StagedOverRanks(NamedAsModel):
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}; it must be at least 1.")
         traced = trace(model)
-        self._taking = traced.taking
+        self._input_program = traced.input_program
         # Every rank traces the whole model, so all ranks agree on value names without communication.
         staging = stage_programs(traced, stages_at_cuts(traced, cuts))
         self._split_size, self._criterion, self._deferred = split_size, criterion, deferred_batch_norm
@@ -135,7 +135,7 @@ class StagedOverRanks(NamedAsModel):
         )
         self._caller = _PartCaller(self.part)
         # All ranks pass the same names, because tags are numbered by them.
-        self._exchange = RankExchange(group, [*self._flow.makers, GENERATOR])
+        self._exchange = RankExchange(group, [*self._flow.producer_stage, GENERATOR])
         # Whether any stage draws random numbers; None until the first training batch has shown it.
         self._draws: bool | None = None
         # Replaced by every batch.
@@ -201,14 +201,14 @@ class StagedOverRanks(NamedAsModel):
         """Run a batch, with a backward pass if ``train``; see `step` for the arguments."""
         # Check the batch before any collective, so an error leaves no rank waiting.
         sizes = split_sizes(batch_size(args, kwargs), self._split_size)
-        taken = extract_values(self._taking, args, kwargs)
+        batch_values = extract_values(self._input_program, args, kwargs)
         # In the first batch it is unknown whether the model draws random values, so assume it does.
         flow, draws = self._flow, train and self.training and self._draws is not False
-        needed = {*flow.stage.split.takes, *flow.returned}
-        splits = {n: split(v, sizes, f"the input {n!r}") for n, v in taken.items() if n in needed}
+        needed = {*flow.stage.split_program.input_names, *flow.returned}
+        splits = {n: split(v, sizes, f"the input {n!r}") for n, v in batch_values.items() if n in needed}
         targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
         norms = batch_norms(self.part.module) if self._deferred and train else None
-        inputs = Inputs(taken, splits, sizes)
+        inputs = Inputs(batch_values, splits, sizes)
         # Drawn on the first stage, so random numbers do not depend on other ranks' generators.
         mode = Mode.now(grad=train, seed=self._lane.broadcast_seed() if draws else None)
         self.timeline = Timeline()
@@ -232,10 +232,10 @@ class StagedOverRanks(NamedAsModel):
 
 def _passed_through(staging: Staging) -> list[str]:
     """Return the value names which the last stage receives only because the model returns them."""
-    makers, last = staging.makers(), len(staging.stages) - 1
-    given = set(staging.stages[last].split.takes)
+    producer_stage, last = staging.producer_stage(), len(staging.stages) - 1
+    given = set(staging.stages[last].split_program.input_names)
     returned = [node.name for node in staging.output.all_input_nodes]
-    return [name for name in returned if makers.get(name, last) != last and name not in given]
+    return [name for name in returned if producer_stage.get(name, last) != last and name not in given]
 
 
 class StagePart(nn.Module):
@@ -251,10 +251,10 @@ class StagePart(nn.Module):
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
         super().__init__()
-        self._programs: dict[str, PartProgram] = {"split": stage.split}
-        if stage.whole is not None:
-            self._programs["whole"] = stage.whole
-        self.holds_tables = stage.whole is not None
+        self._programs: dict[str, PartProgram] = {"split": stage.split_program}
+        if stage.batch_program is not None:
+            self._programs["whole"] = stage.batch_program
+        self.holds_tables = stage.batch_program is not None
         for program in self._programs.values():
             for node in program.module.graph.nodes:
                 if node.op in ("call_module", "get_attr"):

@@ -122,13 +122,13 @@ class StageRun:
 
         Does nothing if the stage has no tables.
         """
-        whole, inputs = self.stage.whole, self.values.inputs
-        if whole is None:
+        program, inputs = self.stage.batch_program, self.values.inputs
+        if program is None:
             return
         pieces: dict[str, list[Any]] = {}
         with self._recorded("tables", -1), torch.set_grad_enabled(self._mode.grad):
-            results = self._call("whole", [inputs.whole[name] for name in whole.takes])
-            for name, value in zip(whole.gives, results, strict=True):
+            results = self._call("whole", [inputs.batch_values[name] for name in program.input_names])
+            for name, value in zip(program.output_names, results, strict=True):
                 value = value.wait() if isinstance(value, LazyAwaitable) else value
                 # The lookup covers the whole batch, so tables are read and updated once.
                 pieces[name] = split(value, inputs.sizes, f"the value {name!r}")
@@ -136,21 +136,23 @@ class StageRun:
 
     def forward(self, k: int) -> None:
         """Run the forward pass of split ``k``: wait for the input values, compute, and send the results."""
-        program, takes, values = self.stage.split, self._flow.takes, self.values
-        taken = {name: values.take(name, k) for name in takes}
+        program, input_names, values = self.stage.split_program, self._flow.input_names, self.values
+        inputs = {name: values.take(name, k) for name in input_names}
         with self._recorded("forward", k):
             leaves: dict[str, Gradients] = {}
             arguments = []
-            for name, value in taken.items():
+            for name, value in inputs.items():
                 argument, leaves[name] = _detached(value, self._mode.grad)
                 arguments.append(make_writable(argument) if self._mode.grad else argument)
             # Values after the program's arguments are only carried to the model's output.
-            num_arguments = len(program.takes)
+            num_arguments = len(program.input_names)
             tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
             with self._context(k, tensors[0].device if tensors else torch.device("cpu")):
-                given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
+                given = dict(
+                    zip(program.output_names, self._call("split", arguments[:num_arguments]), strict=True)
+                )
             # Values from earlier stages which the model returns; autograd passes their gradients through.
-            carried = dict(zip(takes[num_arguments:], arguments[num_arguments:], strict=True))
+            carried = dict(zip(input_names[num_arguments:], arguments[num_arguments:], strict=True))
             values.results.update({(name, k): value for name, value in carried.items()})
             if self._mode.grad:
                 outputs = {
@@ -293,7 +295,7 @@ def split_seed(seed: int, k: int) -> int:
     return (seed + k) % (1 << 63)
 
 
-class _Entry(torch.autograd.Function):
+class _WritableIdentity(torch.autograd.Function):
     """Identity function whose result may be changed in place.
 
     Autograd forbids in-place changes of a leaf that requires a gradient, and a stage's inputs are leaves.
@@ -313,7 +315,7 @@ def make_writable(value: Any) -> Any:
     with torch.enable_grad():
         return pytree.tree_map(
             lambda leaf: (
-                _Entry.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+                _WritableIdentity.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
             ),
             value,
         )

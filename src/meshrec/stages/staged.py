@@ -146,19 +146,19 @@ class Staged(NamedAsModel):
             StageError: a stage failed. The message names the stage and the split.
         """
         batch = batch_size(args, kwargs)
-        taken = extract_values(self._traced.taking, args, kwargs)
+        batch_values = extract_values(self._traced.input_program, args, kwargs)
         # May choose the stages, so it must come before the splits are used.
-        sizes = split_sizes(batch, self._choose_split_size(batch, taken))
+        sizes = split_sizes(batch, self._choose_split_size(batch, batch_values))
         assert self._staging is not None
-        splits = {name: split(value, sizes, f"the input {name!r}") for name, value in taken.items()}
-        run = self._batch(Inputs(taken, splits, sizes))
+        splits = {name: split(value, sizes, f"the input {name!r}") for name, value in batch_values.items()}
+        run = self._batch(Inputs(batch_values, splits, sizes))
         deferred = deferred_statistics(batch_norms(self.module)) if self._deferred and self.training else None
         with deferred or nullcontext():
             outputs = self._run(run, splits)
         if self.seed is not None:
             self._draws = any(stage.drew for stage in run.runs)
         self.timeline = run.timeline
-        return self._join_outputs(outputs, taken, sizes)
+        return self._join_outputs(outputs, batch_values, sizes)
 
     @property
     def stages(self) -> list[str]:
@@ -174,23 +174,23 @@ class Staged(NamedAsModel):
         """Build the programs of the stages, and move parameters and buffers to the stages' devices."""
         self._staging = stage_programs(self._traced, stage_of)
         for stage, device in zip(self._staging.stages, self._devices, strict=True):
-            for program in (stage.whole, stage.split):
+            for program in (stage.batch_program, stage.split_program):
                 if program is not None and device.type != "cpu":
                     program.module.to(device)
 
-    def _choose_split_size(self, batch: int, taken: Mapping[str, Any]) -> int:
+    def _choose_split_size(self, batch: int, batch_values: Mapping[str, Any]) -> int:
         """Return the samples per split for a batch.
 
         If the cuts or the split size are "auto", the first call chooses them by measuring on this batch.
 
         Args:
             batch: samples in the batch.
-            taken: batch values read by units, by value name.
+            batch_values: batch values read by units, by value name.
         """
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
             self.choice = measure_and_choose(
                 self._traced,
-                taken,
+                batch_values,
                 batch,
                 num_stages=self._num_stages,
                 staging=self._staging,
@@ -237,7 +237,9 @@ class Staged(NamedAsModel):
         """
         assert self._staging is not None
         # Only values computed by stages. The model may also return batch values.
-        names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
+        names = [
+            n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.producer_stage()
+        ]
         # Batch tensors for which the caller wants gradients, such as outputs of another module.
         inputs = [
             (name, k, i, leaf)
@@ -258,21 +260,21 @@ class Staged(NamedAsModel):
         return form.result
 
     def _join_outputs(
-        self, result: "Callable[[str, int], Any]", taken: Mapping[str, Any], sizes: Sequence[int]
+        self, result: "Callable[[str, int], Any]", batch_values: Mapping[str, Any], sizes: Sequence[int]
     ) -> Any:
         """Join the results of all splits, and build the model's output from them.
 
         Args:
             result: function returned by `_run`.
-            taken: batch values by name; the model may return them unchanged.
+            batch_values: batch values by name; the model may return them unchanged.
             sizes: samples in every split.
         """
         assert self._staging is not None
-        makers = self._staging.makers()
+        producer_stage = self._staging.producer_stage()
 
         def value(node: torch.fx.Node) -> Any:
-            if node.name not in makers:
-                return taken[node.name]
+            if node.name not in producer_stage:
+                return batch_values[node.name]
             parts = [result(node.name, k) for k in range(len(sizes))]
             flat, specs = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
             return pytree.tree_unflatten(
@@ -286,25 +288,28 @@ class Staged(NamedAsModel):
         return {**self.__dict__, "_workers": None}
 
 
-def extract_values(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def extract_values(
+    input_program: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the batch values read by stages, by value name.
 
     If the model's argument is a container such as ``batch``, this may be ``{"batch_sparse": batch.sparse}``.
 
     Args:
-        taking: program which extracts the values; see `Traced`.
+        input_program: program which extracts the values; see `Traced`.
         args: the model's positional arguments.
         kwargs: the model's keyword arguments.
 
     Raises:
         ValueError: the model does not accept these arguments.
     """
-    given = dict(zip(taking.takes, args, strict=False))
-    if len(args) > len(taking.takes) or set(kwargs) - set(taking.takes) or given.keys() & kwargs.keys():
+    names = input_program.input_names
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or set(kwargs) - set(names) or given.keys() & kwargs.keys():
         raise ValueError(
-            f"the model takes {taking.takes}; got {len(args)} by position, and {sorted(kwargs)} by name."
+            f"the model takes {names}; got {len(args)} by position, and {sorted(kwargs)} by name."
         )
-    return dict(zip(taking.gives, taking.module(**given, **kwargs), strict=True))
+    return dict(zip(input_program.output_names, input_program.module(**given, **kwargs), strict=True))
 
 
 class _ResultLayout:

@@ -153,7 +153,7 @@ class ThreadExchange(Exchange):
                 return
             self._timeline.add(source, "copy", message.k, start)
             if not future.cancelled():
-                future.set_result(lambda: _flagged(arrive(), flags))
+                future.set_result(lambda: _set_requires_grad(arrive(), flags))
 
         self._workers.carrier(source, destination).submit(carry)
 
@@ -186,14 +186,14 @@ class ProgramCaller(Caller):
 
     @override
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        program = self._stage.whole if which == "whole" else self._stage.split
+        program = self._stage.batch_program if which == "whole" else self._stage.split_program
         assert program is not None
         results: Sequence[Any] = program.module(*arguments)
         return results
 
     @override
     def parameters(self) -> list[nn.Parameter]:
-        return list(self._stage.split.module.parameters())
+        return list(self._stage.split_program.module.parameters())
 
     @override
     def before_backward(self, *, last: bool) -> None:
@@ -349,7 +349,7 @@ def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
     return any(device.type == "cuda" for device in devices)
 
 
-def _flagged(value: Any, flags: Sequence[bool]) -> Any:
+def _set_requires_grad(value: Any, flags: Sequence[bool]) -> Any:
     """Set ``requires_grad`` in place on the leaves whose flag is True, and return ``value``."""
     flat, spec = pytree.tree_flatten(value)
     for leaf, flag in zip(flat, flags, strict=True):

@@ -26,14 +26,14 @@ class Unit:
         index: unit number. A unit reads only results of units with lower numbers.
         name: description for the user: the last submodule in the unit.
         nodes: nodes in execution order.
-        whole: whether the unit runs once per batch (table lookups) instead of once per split.
+        once_per_batch: whether the unit runs once per batch (table lookups) instead of once per split.
         needs: units whose results this unit reads, by number.
     """
 
     index: int
     name: str
     nodes: list[fx.Node]
-    whole: bool
+    once_per_batch: bool
     needs: set[int] = field(default_factory=set)
 
 
@@ -41,15 +41,15 @@ class PartProgram(NamedTuple):
     """An executable part of a model.
 
     Attributes:
-        module: module to call with the values ``takes`` in order. It returns a tuple with the values
-            ``gives``.
-        takes: names of the arguments.
-        gives: names of the results.
+        module: module to call with the values ``input_names`` in order. It returns a tuple with the values
+            ``output_names``.
+        input_names: names of the arguments.
+        output_names: names of the results.
     """
 
     module: fx.GraphModule
-    takes: list[str]
-    gives: list[str]
+    input_names: list[str]
+    output_names: list[str]
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Traced:
 
     Attributes:
         model: the model.
-        taking: program which maps the model's arguments to the batch values read by units, such as
+        input_program: program which maps the model's arguments to the batch values read by units, such as
             ``batch.sparse``.
         units: units in an executable order.
         output: output node in the graph. Its arguments are the values returned by the model.
     """
 
     model: nn.Module
-    taking: PartProgram
+    input_program: PartProgram
     units: list[Unit]
     output: fx.Node
 
@@ -92,9 +92,9 @@ def trace(model: nn.Module) -> Traced:
     graph.eliminate_dead_code()
     inputs = _input_nodes(graph)
     output = next(node for node in graph.nodes if node.op == "output")
-    taken = {*inputs, output}
+    excluded = {*inputs, output}
     # get_attr nodes are copied into every program that needs them.
-    nodes = [node for node in graph.nodes if node not in taken and node.op != "get_attr"]
+    nodes = [node for node in graph.nodes if node not in excluded and node.op != "get_attr"]
     return Traced(model, _input_program(model, inputs, output), _units(model, nodes, set(inputs)), output)
 
 

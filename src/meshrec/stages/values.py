@@ -64,13 +64,13 @@ class Inputs(NamedTuple):
     """A batch, whole and divided into splits.
 
     Attributes:
-        whole: batch values by name.
+        batch_values: batch values by name.
         splits: the same values for every split, by name. Values this rank's stage does not need may be
             missing.
         sizes: samples in every split.
     """
 
-    whole: Mapping[str, Any]
+    batch_values: Mapping[str, Any]
     splits: Mapping[str, Sequence[Any]]
     sizes: Sequence[int]
 
@@ -110,7 +110,9 @@ class StageValues:
             return self._pieces[name][k]
         if name in self.inputs.splits:
             return self.inputs.splits[name][k]
-        return self.exchange.get(Message("value", name, k, self._flow.makers[name], self._flow.stage.index))
+        return self.exchange.get(
+            Message("value", name, k, self._flow.producer_stage[name], self._flow.stage.index)
+        )
 
     def publish(self, name: str, k: int, value: Any) -> None:
         """Send a value computed by this stage to all other stages which read it.
@@ -124,7 +126,7 @@ class StageValues:
         """
         if name in self._returned:
             self.results[name, k] = value
-        for user in self._flow.users.get(name, ()):
+        for user in self._flow.consumer_stages.get(name, ()):
             self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
     def publish_lookups(self, pieces: dict[str, list[Any]]) -> None:
@@ -155,7 +157,7 @@ class StageValues:
         elif name in self.inputs.splits:
             self.input_gradients[name, k] = gradients
         else:
-            message = Message("gradient", name, k, self._flow.makers[name], self._flow.stage.index)
+            message = Message("gradient", name, k, self._flow.producer_stage[name], self._flow.stage.index)
             self.exchange.put(message, gradients)
 
     def receive_gradients(
@@ -171,7 +173,7 @@ class StageValues:
             Gradients by value name, summed over ``result_gradients`` and all stages which read the value.
         """
         sums: dict[str, Gradients | None] = {**result_gradients}
-        for name in self._flow.stage.split.gives:
+        for name in self._flow.stage.split_program.output_names:
             sums[name] = self._add_users_gradients(name, k, result_gradients.get(name))
         return sums
 
@@ -200,7 +202,7 @@ class StageValues:
     def _add_users_gradients(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
         """Return ``total`` plus the gradients for a value from all other stages which read it."""
         index = self._flow.stage.index
-        for user in self._flow.users.get(name, ()):
+        for user in self._flow.consumer_stages.get(name, ()):
             # In stage order, so that sums do not depend on which stage is faster.
             total = add_gradients(total, self.exchange.get(Message("gradient", name, k, index, user)))
         return total
@@ -254,10 +256,10 @@ class GradientSums:
         if given:
             parameters, gradients = zip(*given, strict=True)
             with torch.enable_grad():
-                _Deliver.apply(list(gradients), *parameters).backward()  # type: ignore[no-untyped-call]
+                _PrecomputedGradients.apply(list(gradients), *parameters).backward()  # type: ignore[no-untyped-call]
 
 
-class _Deliver(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     """Operation with a dummy result (0-d), and precomputed gradients as the gradients for its parameters."""
 
     @staticmethod
