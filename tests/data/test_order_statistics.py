@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshrec.data import order_statistics as counted
-from meshrec.data.order_statistics import order_statistics, quantiles
+from meshrec.data.order_statistics import order_statistics, quantile
 
 
 def blocks_of(series):
@@ -26,8 +26,8 @@ def test_blocks_give_the_values_of_sorted_series(monkeypatch, bits):
             np.sort(values)[of_series].tolist() for values, of_series in zip(series, ranks, strict=True)
         ]
         for share in (0.0, 0.3, 0.9, 1 - 0.1, 1.0):
-            assert quantiles(blocks, share) == [np.quantile(values, share) for values in series]
+            assert quantile(blocks, share) == [np.quantile(values, share) for values in series]
 
 
 def test_the_quantile_of_an_empty_series_is_0():
-    assert quantiles(lambda: [(np.array([5, 7]), np.zeros(0, np.int64))], 0.5) == [6.0, 0.0]
+    assert quantile(lambda: [(np.array([5, 7]), np.zeros(0, np.int64))], 0.5) == [6.0, 0.0]

@@ -215,7 +215,7 @@ def test_rows_without_a_label_are_left_out_if_that_is_asked_for(labels):
     found = propose(looked_at, label="y", time="ts", skip_unlabelled=True)
     faults = Faults("raise")
     source = open_tables(data, found.features.fit([data]), faults)
-    kept = np.concatenate([each.kept for each in source.windows(0, 0, N)])
+    kept = np.concatenate([each.is_valid for each in source.windows(0, 0, N)])
     assert kept.tolist() == [each is not None for each in (labels * N)[:N]]
     assert list(faults.skipped.values()) == [1000]
 

@@ -128,12 +128,12 @@ class CriteoText(EncodedRows, Source):
             return samples
         # Unparsable lines become invalid samples, so the positions of later samples do not shift.
         valid = np.zeros(piece.lines, np.bool_)
-        valid[lines] = True if samples.kept is None else samples.kept
+        valid[lines] = True if samples.is_valid is None else samples.is_valid
         # Invalid lines repeat the sample before them. Their values are never read.
         source = np.clip(np.cumsum(np.isin(np.arange(piece.lines), lines)) - 1, 0, None)
         if len(lines) == 0:
             return void_samples(piece.lines, self.shape)
-        return samples.take(source)._replace(kept=valid)
+        return samples.take(source)._replace(is_valid=valid)
 
 
 def criteo_reader(

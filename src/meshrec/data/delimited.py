@@ -81,7 +81,7 @@ def parse(
             where,
         )
     lines = _valid_lines(table.num_rows, [line for line, _, _ in bad_lines], header=columns is None)
-    return _converted(Lines(table, lines), arrow_types, where, faults, first_line)
+    return _cast_strings(Lines(table, lines), arrow_types, where, faults, first_line)
 
 
 def _read(text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
@@ -107,7 +107,9 @@ def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
     return np.flatnonzero(lines)
 
 
-def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
+def _cast_strings(
+    parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int
+) -> Lines:
     """Convert columns that were read as strings to their types. Rows with other strings are damage.
 
     Args:

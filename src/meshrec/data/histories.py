@@ -105,7 +105,7 @@ def fit_histories(log: LogFiles, folder: Path, faults: Faults, *, users: bool, m
     Raises:
         DataError: a file cannot be read, a column is missing, a row lacks a value, or no row remains.
     """
-    with _numbered(log, folder, faults, memory) as numbered:
+    with _locked_numbers(log, folder, faults, memory) as numbered:
         return numbered.fit(users=users)
 
 
@@ -139,7 +139,7 @@ def open_histories(
     Raises:
         DataError: as for `fit_histories`, or a column's kind differs from the fitted kind.
     """
-    with _numbered(log, folder, faults, memory) as numbered:
+    with _locked_numbers(log, folder, faults, memory) as numbered:
         check_kinds(log.name, features, numbered.schema())
         item = vocabulary_of(features, ITEM)
         options = {
@@ -152,7 +152,7 @@ def open_histories(
         # All inputs that item IDs depend on.
         key = digest_of([numbered.key, vocabulary, item.rows, item.num_unseen])
         sorter = _Sorter(numbered, item, hashed, seed, memory)
-        manifest = _stage(path, key, sorter.build, numbered.parts)
+        manifest = _build_if_stale(path, key, sorter.build, numbered.parts)
         warn_of_unknown(log.name, manifest["num_unknown"], manifest["num_rows"])
         arrays = (np.load(path / f"{name}.npy", mmap_mode="r") for name in SortedRows._fields)
         return logged_users(
@@ -167,7 +167,7 @@ def open_histories(
 
 
 @contextmanager
-def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Iterator["_Numbered"]:
+def _locked_numbers(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Iterator["_UserItemNumbers"]:
     """Build the first two stages if needed, and yield the user and item numbers.
 
     The folder is locked until the context ends; other processes that build in the same folder wait.
@@ -179,8 +179,8 @@ def _numbered(log: LogFiles, folder: Path, faults: Faults, memory: int) -> Itera
         fcntl.flock(lock, fcntl.LOCK_EX)
         parts = encode_parts(log, parts_folder, faults, memory=memory)
         path = folder / f"numbers-{digest_of(_options(log))}"
-        numbered = _Numbered(log, parts, path)
-        _stage(path, numbered.key, numbered.build, parts)
+        numbered = _UserItemNumbers(log, parts, path)
+        _build_if_stale(path, numbered.key, numbered.build, parts)
         yield numbered
 
 
@@ -190,7 +190,7 @@ def _options(log: LogFiles) -> dict[str, Any]:
     return {"version": VERSION, "paths": paths, "columns": asdict(log.columns)}
 
 
-class _Numbered:
+class _UserItemNumbers:
     """Second stage in [Note: histories on disk]: a number for every user and item, and their row counts.
 
     The other methods read the stage folder, so `build` must have run, now or in an earlier process.
@@ -246,7 +246,7 @@ class _Numbered:
             numbers = of_code[column.dictionary_encode().indices.to_numpy()]
         return numbers
 
-    def counted(self, part: int) -> tuple[pa.Table, Ints, Ints]:
+    def frequent_rows(self, part: int) -> tuple[pa.Table, Ints, Ints]:
         """Return the rows in a part whose user and item both reach the minimum counts.
 
         Args:
@@ -283,7 +283,7 @@ class _Numbered:
         Columns have their names in the log, without the prefix `FEATURE`.
         """
         columns = {
-            name: _converted(table[FEATURE + name], self.type_of(FEATURE + name))
+            name: _cast_to_common_type(table[FEATURE + name], self.type_of(FEATURE + name))
             for name in self.log.columns.item_features
         }
         return pa.table(columns)
@@ -319,19 +319,19 @@ class _Numbered:
             """Return the distinct users or items by number; write the maps from values to numbers."""
             kind = types.field(name).type
             # An array indexed by integer avoids hashing. It is possible only for a small range.
-            values = self._numbered_integers(name, kind, folder)
-            return self._unified(name, kind, folder) if values is None else values
+            values = self._number_by_lookup(name, kind, folder)
+            return self._number_by_hashing(name, kind, folder) if values is None else values
 
         # Users and items are numbered at the same time, in two threads.
         values = dict(zip((USER, ITEM), bounded_map(unified, (USER, ITEM), 2), strict=True))
         counts = {name: np.zeros(len(values[name]), np.int64) for name in values}
 
-        def counted(part: int) -> dict[str, Ints]:
+        def numbers_of_part(part: int) -> dict[str, Ints]:
             """Return the user number and the item number for every row in a part, by name."""
             return {name: self.numbers(name, part, folder) for name in values}
 
-        # All values in parts have a number so far: -1 appears only in `_frequent`.
-        for numbers in bounded_map(counted, range(num_parts), num_threads()):
+        # All values in parts have a number so far: -1 appears only in `_renumber_frequent`.
+        for numbers in bounded_map(numbers_of_part, range(num_parts), num_threads()):
             for name in counts:
                 counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
         # Both masks use the same counts, so the result does not depend on whether users or items come
@@ -341,13 +341,13 @@ class _Numbered:
             ITEM: counts[ITEM] >= columns.min_item_count,
         }
         if not all(mask.all() for mask in is_frequent.values()):
-            values, counts = self._frequent(folder, values, is_frequent)
+            values, counts = self._renumber_frequent(folder, values, is_frequent)
         check_any_rows(self.log.name, int(counts[USER].sum()))
         for name in counts:
             _write_table(folder / f"{name}.arrow", pa.table({"value": values[name], "count": counts[name]}))
         return {}
 
-    def _unified(self, name: str, kind: pa.DataType, folder: Path) -> Any:
+    def _number_by_hashing(self, name: str, kind: pa.DataType, folder: Path) -> Any:
         """Return the distinct values from all parts, ordered by first appearance.
 
         Also writes a map per part, ``NAME-PART.npy``: the number for every dictionary code in the part.
@@ -362,7 +362,7 @@ class _Numbered:
         first = 0
         # Parts are merged in log order, which gives numbers by first appearance.
         for part, distinct in enumerate(self._distinct(name)):
-            pending.append(_converted(distinct.dictionary_encode().dictionary, kind))
+            pending.append(_cast_to_common_type(distinct.dictionary_encode().dictionary, kind))
             # Every merge hashes all merged values again, which takes quadratic time in total for a merge per
             # part. So merge only when there are at least as many pending values as merged ones.
             if sum(map(len, pending)) < len(values) and part + 1 < len(self.parts.parts):
@@ -376,7 +376,7 @@ class _Numbered:
             first, pending = part + 1, []
         return values
 
-    def _numbered_integers(self, name: str, kind: pa.DataType, folder: Path) -> Any:
+    def _number_by_lookup(self, name: str, kind: pa.DataType, folder: Path) -> Any:
         """Number integers in a small range without hashing, ordered by first appearance.
 
         Writes ``NAME.npy``, an array with the number for every integer from the smallest on, and the smallest
@@ -412,7 +412,7 @@ class _Numbered:
         np.save(folder / f"{name}-low.npy", np.array([low]))
         return pa.array(np.concatenate(order)).cast(kind)
 
-    def _frequent(
+    def _renumber_frequent(
         self, folder: Path, values: dict[str, Any], is_frequent: dict[str, Bools]
     ) -> tuple[dict[str, Any], dict[str, Ints]]:
         """Omit rows with an infrequent user or item, and number the remaining users and items again.
@@ -438,9 +438,9 @@ class _Numbered:
             # infrequent.
             is_counted = is_frequent[USER][numbers[USER]] & is_frequent[ITEM][numbers[ITEM]]
             for name in values:
-                counted = numbers[name][is_counted]
-                counts[name] += np.bincount(counted, minlength=len(counts[name]))
-                appeared = pc.unique(pa.array(counted)).to_numpy()
+                frequent = numbers[name][is_counted]
+                counts[name] += np.bincount(frequent, minlength=len(counts[name]))
+                appeared = pc.unique(pa.array(frequent)).to_numpy()
                 new = appeared[renumbered[name][appeared] < 0]
                 renumbered[name][new] = np.arange(num[name], num[name] + len(new))
                 order[name].append(new)
@@ -489,7 +489,7 @@ class _Numbered:
         first = 0
         for part in range(len(self.parts.parts)):
             # Rows are numbered among counted rows, as in `fit_log`, so both draw the same sample.
-            table = self.item_features(self.counted(part)[0])
+            table = self.item_features(self.frequent_rows(part)[0])
             if table.num_rows:
                 yield described.state_of(table, np.arange(first, first + table.num_rows))
             first += table.num_rows
@@ -511,7 +511,7 @@ class _Sorter:
     A user's simultaneous rows keep their log order, or are shuffled, as ``log.columns.ties`` says.
     """
 
-    numbered: _Numbered
+    numbered: _UserItemNumbers
     item: Any
     """Fitted item vocabulary."""
     hashed: Key | None
@@ -557,19 +557,19 @@ class _Sorter:
                 for number, (start, stop) in enumerate(itertools.pairwise(edges))
             ]
             # Sorting starts when all parts are divided: any part may have rows for any bucket.
-            num_kept = self._divide(buckets, bucket_of_user, scratch)
+            num_sorted = self._divide(buckets, bucket_of_user, scratch)
             times = (parts.times[0] // 1_000_000, parts.times[1] // 1_000_000)
             offsets = np.zeros(num_users + 1, np.int64)
             with ExitStack() as files:
                 writers = {
-                    name: files.enter_context(_npy_writer(folder / f"{name}.npy", kind, num_kept))
+                    name: files.enter_context(_npy_writer(folder / f"{name}.npy", kind, num_sorted))
                     for name, kind in (
                         ("items", self._record_type()["item"]),
                         ("times", _integer_type(times)),
                         ("rows", self._record_type()["row"]),
                     )
                 }
-                progress = Progress("sorting the histories", num_kept)
+                progress = Progress("sorting the histories", num_sorted)
                 # Buckets are sorted in threads, and written in user order.
                 for bucket, rows in zip(buckets, bounded_map(self._sort, buckets, threads), strict=True):
                     # Row counts per user; their cumulative sum below gives the offsets.
@@ -580,7 +580,7 @@ class _Sorter:
         np.save(folder / "offsets.npy", np.cumsum(offsets))
         if self.numbered.log.columns.item_features:
             _write_table(folder / "sample.arrow", self._item_sample())
-        return {"num_rows": num_kept, "num_unknown": num_rows - num_kept}
+        return {"num_rows": num_sorted, "num_unknown": num_rows - num_sorted}
 
     def _item_sample(self) -> pa.Table:
         """Return the item features from the first log row with each item, sorted by item ID.
@@ -590,7 +590,7 @@ class _Sorter:
         is_seen = np.zeros(len(self.ids), np.bool_)
         tables = []
         for part in range(len(self.numbered.parts.parts)):
-            rows, _, items = self.numbered.counted(part)
+            rows, _, items = self.numbered.frequent_rows(part)
             known = np.flatnonzero(self.is_known[items])
             distinct, first = np.unique(items[known], return_index=True)
             # Rows with an item that no earlier part has.
@@ -612,7 +612,8 @@ class _Sorter:
         ]
         if self.numbered.log.columns.ties == "shuffle":
             fields.append(("tie", _integer_type((0, self.numbered.parts.num_rows))))
-        # Aligned records take a multiple of 8 bytes, because the field "time" takes 8. `_taken` needs that.
+        # Aligned records take a multiple of 8 bytes, because the field "time" takes 8. `_take_records` needs
+        # that.
         return np.dtype(fields, align=True)
 
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
@@ -633,7 +634,7 @@ class _Sorter:
 
         def records_of(part: int) -> Any:
             """Return the records for the counted rows in a part whose item is in the vocabulary."""
-            rows, users, items = self.numbered.counted(part)
+            rows, users, items = self.numbered.frequent_rows(part)
             records = np.empty(len(users), self._record_type())
             records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
             # Row numbers in a file may be int32, and row numbers in the log need not fit.
@@ -655,7 +656,7 @@ class _Sorter:
             """Return the records sorted by bucket, and the end of every bucket among them."""
             of_record = bucket_of_user[records["user"]]
             # A stable sort: rows of a bucket stay in log order, which decides between equal times.
-            records = _taken(records, np.argsort(of_record, kind="stable"))
+            records = _take_records(records, np.argsort(of_record, kind="stable"))
             return records, np.cumsum(np.bincount(of_record, minlength=len(buckets)))
 
         for records, stops in bounded_map(divided, with_ties(), num_threads()):
@@ -678,7 +679,7 @@ class _Sorter:
         # and seconds have fewer bits to sort.
         seconds, fraction = np.divmod(records["time"], 1_000_000)
         order = _sorted_order([*keys, fraction, seconds, records["user"]])
-        records = _taken(records, order)
+        records = _take_records(records, order)
         counts = np.bincount(records["user"] - bucket.start, minlength=bucket.stop - bucket.start)
         return SortedRows(
             offsets=np.concatenate([[0], np.cumsum(counts)]),
@@ -703,7 +704,7 @@ class _Sorter:
         return ties
 
 
-def _taken(records: Any, order: Ints) -> Any:
+def _take_records(records: Any, order: Ints) -> Any:
     """Return the records at the positions ``order``.
 
     Records are viewed as rows of int64, which NumPy copies faster than structures.
@@ -739,10 +740,12 @@ def _sorted_order(keys: list[Ints]) -> Ints:
     return positions if order is None else order
 
 
-def _stage(path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts: LogParts) -> dict[str, Any]:
+def _build_if_stale(
+    path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts: LogParts
+) -> dict[str, Any]:
     """Build a stage folder unless it is up to date, and return the folder's manifest.
 
-    The caller holds the lock from `_numbered`.
+    The caller holds the lock from `_locked_numbers`.
 
     Args:
         path: stage folder. A build for other inputs is replaced; log parts that no stage uses any more are
@@ -853,7 +856,7 @@ def _common_type(arrays: Iterable[Any]) -> pa.DataType:
     return one_number(values.combine_chunks()).type
 
 
-def _converted(array: Any, kind: pa.DataType) -> Any:
+def _cast_to_common_type(array: Any, kind: pa.DataType) -> Any:
     """Cast an array from a part to ``kind``, the type from `_common_type` that represents all parts."""
     array = decoded(whole(array))
     if pa.types.is_floating(kind):

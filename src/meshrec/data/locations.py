@@ -49,7 +49,7 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     """
     files: list[File] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        matches = _stored(path, patterns) if is_address(path) else _local(path, patterns)
+        matches = _expand_uri(path, patterns) if is_address(path) else _expand_path(path, patterns)
         if not matches:
             folder_note = "" if is_address(path) or Path(path).is_absolute() else f" in {Path.cwd()}"
             searched = " or ".join(patterns)
@@ -138,10 +138,10 @@ def opened(file: File) -> Any:
     return filesystem.open_input_file(path)
 
 
-def _local(location: str | Path, patterns: Sequence[str]) -> list[File]:
+def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
     path = Path(location)
     if path.is_dir():
-        return [*_first(_files_in(path), lambda file: file.name, patterns)]
+        return [*_match_first_pattern(_files_in(path), lambda file: file.name, patterns)]
     return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(location)))]
 
 
@@ -164,7 +164,7 @@ def _stored_in(filesystem: Any, folder: str) -> list[Any]:
     return files
 
 
-def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
+def _expand_uri(address: str | Path, patterns: Sequence[str]) -> list[File]:
     """Return the URIs of the files that a URI of a file, folder or pattern stands for."""
     plain, question, options = str(address).partition("?")
     try:
@@ -184,12 +184,12 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
     # from_uri drops scheme, bucket and options. Put them back, so results are URIs again.
     store = plain.removesuffix(path)
     files = [info for info in infos if info.type == pa_fs.FileType.File]
-    matches = _first(files, lambda info: str(info.base_name), file_patterns)
+    matches = _match_first_pattern(files, lambda info: str(info.base_name), file_patterns)
     escaped = [info.path.replace("%", "%25") for info in matches]  # Hive folder names contain %
     return [f"{store}{path}{question}{options}" for path in escaped]
 
 
-def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
+def _match_first_pattern(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
     """Return the files that match the first entry of ``patterns`` with any match.
 
     Args:

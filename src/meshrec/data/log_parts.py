@@ -117,7 +117,7 @@ class _Piece(NamedTuple):
     file: File
     keys: Keys
     """Values of the partition columns."""
-    first_row: int
+    file_first_row: int
     """Row number in the whole log for the file's first row (not in the piece)."""
     num_rows: int
     """Rows in the piece."""
@@ -162,7 +162,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
     times = [record["times"] for record in records if record["times"]]
     return LogParts(
         parts=tuple(
-            Part(folder / _part_name(piece, number), piece.first_row)
+            Part(folder / _part_name(piece, number), piece.file_first_row)
             for piece, record in zip(pieces, records, strict=True)
             for number in range(record["parts"])
         ),
@@ -378,8 +378,8 @@ def _encode_block(
     record["times"] = [min(low, before[0]), max(high, before[1])]
     kind = np.int32 if first_row + table.num_rows < 1 << 31 else np.int64
     encoded = {
-        USER: _compact(decoded(whole(rows[columns.user]))),
-        ITEM: _compact(decoded(whole(rows[columns.item]))),
+        USER: _encode_values(decoded(whole(rows[columns.user]))),
+        ITEM: _encode_values(decoded(whole(rows[columns.item]))),
         TIME: pa.array(microseconds),
         ROW: pa.array((rows["row"].to_numpy() + first_row).astype(kind)),
     }
@@ -387,7 +387,7 @@ def _encode_block(
     return pa.table(encoded)
 
 
-def _compact(values: Any) -> Any:
+def _encode_values(values: Any) -> Any:
     """Return values as a dictionary array, or unchanged if they are integers in a range below `MAX_RANGE`."""
     if pa.types.is_integer(values.type):
         ends = pc.min_max(values)
@@ -411,7 +411,7 @@ def _report(
     """
     for column in log.columns.required():
         missing = [
-            (record["missing"][column][0], piece.first_row + record["missing"][column][1])
+            (record["missing"][column][0], piece.file_first_row + record["missing"][column][1])
             for piece, record in encoded
             if column in record["missing"]
         ]

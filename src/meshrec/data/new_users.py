@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrec.data.interactions import Block, Interactions
-from meshrec.data.order_statistics import quantiles
+from meshrec.data.order_statistics import quantile
 from meshrec.data.samples import Bools, Floats, Ints
 
 # I items. C = 3 counts per item: all interactions, users' first interactions, recent interactions.
-# P = 4 subsets of the interactions that popularity is counted on; see `fitted`.
+# P = 4 subsets of the interactions that popularity is counted on; see `subset_masks`.
 
 _FIRST = 10
 """Interactions per user that count as first ones. Equals the cut-off of DCG@10."""
@@ -46,7 +46,7 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     firsts, num_items = log.firsts, len(log.catalogue)
     moment = np.quantile(log.times[firsts[stops > firsts]], 1 - _LATE)
 
-    def fitted(block: Block) -> list[Bools]:
+    def subset_masks(block: Block) -> list[Bools]:
         """Return P masks [n] of the interactions in a block that popularity is counted on.
 
         They select users with even numbers, users with odd numbers, early interactions, and all interactions.
@@ -56,24 +56,24 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
         return [is_even, ~is_even, block.times < moment, np.ones_like(is_even)]
 
     def times_of_parts() -> Iterator[list[Ints]]:
-        """Iterate over the timestamps in blocks, with a series per subset, for `quantiles`."""
+        """Iterate over the timestamps in blocks, with a series per subset, for `quantile`."""
         for block in log.blocks(stops):
             times = block.times
-            yield [times[mask] for mask in fitted(block)]
+            yield [times[mask] for mask in subset_masks(block)]
 
     # Interactions from these timestamps on are recent, per subset.
-    recent = quantiles(times_of_parts, 1 - _RECENT)
+    recent = quantile(times_of_parts, 1 - _RECENT)
     # A prediction uses counts_PCI. taken_PI counts the items it should rank first.
     counts_PCI = np.zeros((len(recent), _BLENDS.shape[1], num_items), np.int64)
-    taken_PI = np.zeros((len(recent) - 1, num_items), np.int64)
+    target_counts_PI = np.zeros((len(recent) - 1, num_items), np.int64)
     for block in log.blocks(stops):
         times, positions, is_first = block.times, block.catalog_positions, block.num_earlier < _FIRST
-        masks = fitted(block)
+        masks = subset_masks(block)
         for part, mask in enumerate(masks):
             for count, counted in enumerate((mask, mask & is_first, mask & (times >= recent[part]))):
                 counts_PCI[part, count] += np.bincount(positions[counted], minlength=num_items)
         for part, predicted in enumerate((masks[1], masks[0], block.arrivals >= moment)):
-            taken_PI[part] += np.bincount(positions[is_first & predicted], minlength=num_items)
+            target_counts_PI[part] += np.bincount(positions[is_first & predicted], minlength=num_items)
     smoothed = counts_PCI + _UNSEEN
     shares_PCI = smoothed / smoothed.sum(2, keepdims=True)
 
@@ -84,7 +84,9 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
             part: index of the subset that popularity is counted on.
         """
         best = np.argsort(-(_BLENDS @ shares_PCI[part]), axis=1, kind="stable")[:, :_FIRST]
-        sums: npt.NDArray[np.float64] = taken_PI[part][best] @ (1 / np.log2(np.arange(2, 2 + best.shape[1])))
+        sums: npt.NDArray[np.float64] = target_counts_PI[part][best] @ (
+            1 / np.log2(np.arange(2, 2 + best.shape[1]))
+        )
         return sums
 
     # DCG relative to plain popularity, [2 trials, 15]; 1e-9 avoids 0 / 0. The first trial runs both ways:

@@ -108,7 +108,11 @@ def next_items(
     if held_out == "nothing":
         split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
     else:
-        split = _left_out(log) if held_out == "leave_last_out" else _by_time(log, validation, test)
+        split = (
+            _split_leave_last_out(log)
+            if held_out == "leave_last_out"
+            else _split_by_time(log, validation, test)
+        )
     held_out_parts = {"validation": split.validation, "test": split.test}
     evaluated = {
         name: _draw(indices, evaluated_users or len(indices), seed)
@@ -218,7 +222,7 @@ def check_history(history: int) -> None:
         raise ValueError(f"history must be >= 1, got {history}.")
 
 
-def _left_out(log: Interactions) -> _Split:
+def _split_leave_last_out(log: Interactions) -> _Split:
     """Hold out the last two interactions of every user with three or more."""
     firsts, stops = log.firsts, log.stops
     # Two held-out items must leave at least one for training.
@@ -231,7 +235,7 @@ def _left_out(log: Interactions) -> _Split:
     return _Split(stops - 2 * has_held_out, last - 1, last)
 
 
-def _by_time(log: Interactions, validation: float, test: float) -> _Split:
+def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     """Hold out a user's first interaction in the validation period, and the first one in the test period.
 
     Args:
@@ -254,7 +258,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
     # A user's interactions are sorted by time, so the count before a moment gives the first index from it on.
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
-    def existing(indices: Ints) -> Ints:
+    def drop_other_users(indices: Ints) -> Ints:
         """Remove indices for users without an interaction in the period; these indices are another user's.
 
         Args:
@@ -262,7 +266,7 @@ def _by_time(log: Interactions, validation: float, test: float) -> _Split:
         """
         return indices[indices < log.stops]
 
-    held_out = existing(first_validation), existing(first_test)
+    held_out = drop_other_users(first_validation), drop_other_users(first_test)
     # If the first interaction after ``start`` is after ``end`` too, it is a test item only.
     held_out = held_out[0][log.times[held_out[0]] < end], held_out[1]
     for name, part in zip(("validation", "test"), held_out, strict=True):

@@ -65,7 +65,7 @@ def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[lis
         shift = max(shift - _BINS_LOG2, 0)
 
 
-def quantiles(blocks: Blocks, share: float) -> list[float]:
+def quantile(blocks: Blocks, share: float) -> list[float]:
     """Return ``np.quantile(series, share)`` for every series, without loading a whole series.
 
     Args:

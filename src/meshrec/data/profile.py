@@ -302,7 +302,7 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
         sample = part_sample if sample is None else sample.merged(part_sample)
         # After the first block, None means lists, or too many values.
         if label in sketches and (not num_rows or labels is not None):
-            labels = _counted(labels, whole(table[label]))
+            labels = _add_label_counts(labels, whole(table[label]))
         num_rows += table.num_rows
     if sample is None or not num_rows:
         raise ValueError("there is no row to look at. Name files that have some.")
@@ -319,7 +319,7 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
     return Profile(num_rows, columns, sample.table, labels)
 
 
-def _counted(counts: Counts | None, labels: Any) -> Counts | None:
+def _add_label_counts(counts: Counts | None, labels: Any) -> Counts | None:
     """Return the label counts with further rows added.
 
     Args:

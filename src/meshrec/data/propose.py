@@ -107,7 +107,7 @@ def propose(
             choice = (
                 _time(column)
                 if name == time
-                else _choice(column, profile.num_rows, in_order=time is not None)
+                else _choose_features(column, profile.num_rows, in_order=time is not None)
             )
             choices.append(_with_text_warning(choice, column))
     order = None if time is None else TimeOrder.of(profile, time)
@@ -159,8 +159,8 @@ def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> Col
         f"column {column.name!r} tells the label by itself (AUC {column.signal:.4f}): it may be the label in "
         "other words, or known only afterwards. It is taken because there is no other column"
     )
-    # Without the signal, `_choice` does not drop the column again.
-    used = _choice(replace(column, signal=None), profile.num_rows, in_order=in_order)
+    # Without the signal, `_choose_features` does not drop the column again.
+    used = _choose_features(replace(column, signal=None), profile.num_rows, in_order=in_order)
     return used._replace(warning=warning)
 
 
@@ -283,7 +283,7 @@ def _unit(column: Column) -> str | None:
     return None
 
 
-def _choice(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
+def _choose_features(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
     """Choose the role and the features of a column that is not the label, the time or the query.
 
     Args:

@@ -92,7 +92,7 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
     See `label_of` for the arguments.
     """
     column, counts = profile.columns[name], profile.labels
-    values = [] if counts is None else [_plain(value) for value in counts.values.to_pylist()]
+    values = [] if counts is None else [_recipe_value(value) for value in counts.values.to_pylist()]
     if task == "binary" and len(values) != 2:
         raise ValueError(
             f"--label {name} with --task binary: it has {column.distinct:,} values, such as "
@@ -115,7 +115,7 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
     return Label(column=name, classes=(negative, positive)), reason
 
 
-def _plain(value: Any) -> Any:
+def _recipe_value(value: Any) -> Any:
     """Convert a label value to a type that a recipe can contain, with the same hash.
 
     Bytes become strings, and decimals become floats.

@@ -70,7 +70,7 @@ class RawValues:
         # Requests have no labels.
         self._features, self._types = features.unlabelled(), types
         self.columns: dict[str, Any] = {
-            name: _plain(types.field(name).type) for name in self._features.columns()
+            name: _decoded_type(types.field(name).type) for name in self._features.columns()
         }
         """Arrow type for every column in a request, by name."""
         self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
@@ -175,12 +175,12 @@ class RawValues:
         return RawValues(replace(features, joins=joins), types)
 
 
-def _plain(kind: Any) -> Any:
+def _decoded_type(kind: Any) -> Any:
     """Return a type without dictionary encoding; lists of any layout become plain lists."""
     if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
+        return _decoded_type(kind.value_type)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(_plain(kind.value_type))
+        return pa.list_(_decoded_type(kind.value_type))
     return kind
 
 

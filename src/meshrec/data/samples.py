@@ -66,8 +66,8 @@ class Samples(NamedTuple):
         dense: dense values, float32 [n, num_dense].
         labels: labels, float32 [n], or [n, L] for L labels.
         ids: IDs per key, in key order.
-        kept: whether a sample is valid, bool [n]; None: all samples are valid. All other fields of an invalid
-            sample are meaningless.
+        is_valid: whether a sample is valid, bool [n]; None: all samples are valid. All other fields of an
+            invalid sample are meaningless.
         rows: row numbers, counted over all files, int64 [n]. None: the reader adds them later.
         weights: loss weight per sample, float32 [n]; None: all 1.
     """
@@ -75,7 +75,7 @@ class Samples(NamedTuple):
     dense: Floats
     labels: Floats
     ids: tuple[Ragged, ...]
-    kept: Bools | None = None
+    is_valid: Bools | None = None
     rows: Ints | None = None
     weights: Floats | None = None
 
@@ -88,15 +88,15 @@ class Samples(NamedTuple):
         return self._indexed(slice(first, last), tuple(ragged.part(first, last) for ragged in self.ids))
 
     def _indexed(self, index: Ints | slice, ids: tuple[Ragged, ...]) -> "Samples":
-        optional: tuple[Any, ...] = (self.kept, self.rows, self.weights)
-        kept, rows, weights = (None if values is None else values[index] for values in optional)
-        return Samples(self.dense[index], self.labels[index], ids, kept, rows, weights)
+        optional: tuple[Any, ...] = (self.is_valid, self.rows, self.weights)
+        is_valid, rows, weights = (None if values is None else values[index] for values in optional)
+        return Samples(self.dense[index], self.labels[index], ids, is_valid, rows, weights)
 
     def valid(self) -> "Samples":
-        """Return only the valid samples, with ``kept`` None."""
-        if self.kept is None or self.kept.all():
-            return self._replace(kept=None)
-        return self.take(np.flatnonzero(self.kept))._replace(kept=None)
+        """Return only the valid samples, with ``is_valid`` None."""
+        if self.is_valid is None or self.is_valid.all():
+            return self._replace(is_valid=None)
+        return self.take(np.flatnonzero(self.is_valid))._replace(is_valid=None)
 
 
 def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
@@ -154,14 +154,14 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
         weights = [p.weights[rows] for p, rows in zip(ragged, used, strict=True) if p.weights is not None]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids.append(Ragged(np.concatenate(values), offsets, np.concatenate(weights) if weights else None))
-    kept = None
-    if any(piece.kept is not None for piece in pieces):
-        masks = [np.ones(len(p.labels), np.bool_) if p.kept is None else p.kept for p in pieces]
-        kept = np.concatenate(masks)
+    is_valid = None
+    if any(piece.is_valid is not None for piece in pieces):
+        masks = [np.ones(len(p.labels), np.bool_) if p.is_valid is None else p.is_valid for p in pieces]
+        is_valid = np.concatenate(masks)
     dense = np.concatenate([piece.dense for piece in pieces])
     labels = np.concatenate([piece.labels for piece in pieces])
     rows, weights = (_concatenated_or_none(pieces, name) for name in ("rows", "weights"))
-    return Samples(dense, labels, tuple(ids), kept, rows, weights)
+    return Samples(dense, labels, tuple(ids), is_valid, rows, weights)
 
 
 def _concatenated_or_none(pieces: Sequence[Samples], field: str) -> Any:

@@ -25,7 +25,7 @@ def run(values, on_error="raise", kind=None, hashed=False, **options):
     samples = schema.encode(table, PLACE, Faults(on_error))
     (ragged,) = samples.ids
     rows = [ragged.values[a:b].tolist() for a, b in zip(ragged.offsets, ragged.offsets[1:], strict=False)]
-    return rows, None if samples.kept is None else samples.kept.tolist()
+    return rows, None if samples.is_valid is None else samples.is_valid.tolist()
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.int64(), pa.uint8()])
@@ -108,7 +108,7 @@ def test_dense_values_and_labels():
     with pytest.raises(DataError, match=r"'z'.*row 102.*2 rows.*4"):
         schema.encode(table, PLACE, Faults("raise"))
     samples = schema.encode(table, PLACE, Faults("skip"))
-    assert samples.kept.tolist() == [True, True, False, False]
+    assert samples.is_valid.tolist() == [True, True, False, False]
     assert samples.labels.tolist() == [1, 0, 1, 1]
     assert samples.dense[:, 0].tolist() == pytest.approx([0, 0, 0, np.log(8)])
     assert samples.dense[:2, 1].tolist() == [1.5, 2.0]
@@ -121,7 +121,7 @@ def test_infinity_is_damage_whatever_stands_for_null(log):
     with pytest.raises(DataError, match=r"'x'.*row 103"):
         schema.encode(table, PLACE, Faults("raise"))
     samples = schema.encode(table, PLACE, Faults("skip"))
-    assert samples.kept.tolist() == [True, True, True, False]
+    assert samples.is_valid.tolist() == [True, True, True, False]
     stands_for = np.log(3) if log else 2
     assert samples.dense[1:3, 0].tolist() == pytest.approx([stands_for] * 2)
 

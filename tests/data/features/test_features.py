@@ -406,8 +406,8 @@ def test_a_binary_label_of_two_texts_is_encoded_as_0_and_1():
     table = pa.table({"y": ["yes", "no", None, "yes"], "item": [0, 1, 2, 3]})
     samples = features.fit([table]).encode(table, RowOrigin("f", 0), Faults("raise"))
     assert samples.labels[[0, 1, 3]].tolist() == [1, 0, 1]
-    assert samples.kept is not None
-    assert samples.kept.tolist() == [True, True, False, True]
+    assert samples.is_valid is not None
+    assert samples.is_valid.tolist() == [True, True, False, True]
     with pytest.raises(DataError, match=r"'no', 'yes'"):
         features.fit([table]).encode(
             pa.table({"y": ["maybe"], "item": [0]}), RowOrigin("f", 0), Faults("raise")

@@ -298,7 +298,7 @@ class Features(Encoding):
         Args:
             table: Arrow table without `wrong_columns`.
             origin: where the rows were read from, for messages.
-            faults: raises for a damaged row, or counts it; then the sample is not ``kept``.
+            faults: raises for a damaged row, or counts it; then the sample is not ``is_valid``.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -320,8 +320,10 @@ class Features(Encoding):
                 allowed = "a weight is finite and not negative, and 0 leaves a row out"
                 checks.require(good, self.weight, f"has the sample weight {text}; {allowed}")
             weights = np.where(good, values, 0.0).astype(np.float32)
-        kept = None if checks.valid.all() else checks.valid
-        return Samples(dense, labels[:, 0] if labels.shape[1] == 1 else labels, ids, kept, weights=weights)
+        is_valid = None if checks.valid.all() else checks.valid
+        return Samples(
+            dense, labels[:, 0] if labels.shape[1] == 1 else labels, ids, is_valid, weights=weights
+        )
 
     def inputs(self, table: pa.Table, checks: RowChecks, shared: pa.Table | None = None) -> ModelInputs:
         """Convert raw values to model inputs; see [Note: raw values] in data/raw_values.py.

@@ -105,7 +105,7 @@ class Number:
         feature = replace(self, found=kind_of(sample.type))
         values = floats_of(sample, self.part, self.unit, self.time_format)
         # Infinity is damage, which `encode` reports.
-        values = feature._plain(values[~np.isinf(values)])
+        values = feature._fill_and_log(values[~np.isinf(values)])
         values = values[np.isfinite(values)]
         if not len(values):
             raise DataError(
@@ -145,7 +145,7 @@ class Number:
             checks.require(good, self.source, problem)
             # Any finite value will do, because these samples are invalid.
             values = np.where(good, values, 0.0)
-        values = self._plain(values)
+        values = self._fill_and_log(values)
         if self.low is not None:
             values = np.clip(values, self.low, self.high)
         if self.mean is not None and self.deviation is not None:
@@ -160,7 +160,7 @@ class Number:
             dense[~small] = 0.0
         return dense
 
-    def _plain(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _fill_and_log(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Run the steps that need no fitting: replace missing values, and take the logarithm."""
         if self.missing is not None:
             values = np.where(np.isnan(values), self.missing, values)

@@ -134,7 +134,7 @@ class Vocabulary(IdFeature):
                     f"{error}. Hash it."
                 ) from error
         if kind_of(ordered.values.type) in ("integer", "number"):
-            kind, values = _of_one_kind(kind, ordered.values)
+            kind, values = _unify_number_kinds(kind, ordered.values)
             # Converted values may be equal. Their counts are added up, which changes the order.
             ordered = ordered.with_values(values).by_count()
         num_frequent = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
@@ -203,7 +203,7 @@ def _concatenated_lists(first: Values, second: Values) -> Values:
     return Values(array.take(pa.array(owners.argsort(kind="stable"))), first.offsets + second.offsets)
 
 
-def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
+def _unify_number_kinds(kind: Kind, values: Any) -> tuple[Kind, Any]:
     """Convert vocabulary values, which may come from files with different types, to integers or floats.
 
     Values become floats in a column of floats, and where some value has a fraction. Otherwise they become
