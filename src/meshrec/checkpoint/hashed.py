@@ -170,7 +170,7 @@ class WholeRows:
     def load(self, blocks: Iterable[RowBlock]) -> None:
         """Copy row blocks into the parameter and the optimizer state."""
         for block in blocks:
-            keys = torch.arange(*_ends(block.keys)) if isinstance(block.keys, range) else block.keys
+            keys = torch.arange(*_bounds(block.keys)) if isinstance(block.keys, range) else block.keys
             for name, values in block.parts.items():
                 self.tensors[name][keys] = values.to(self.tensors[name].dtype)
 
@@ -319,6 +319,6 @@ def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) ->
         yield RowBlock(keys, r.columns, cut)
 
 
-def _ends(keys: range) -> tuple[int, int]:
+def _bounds(keys: range) -> tuple[int, int]:
     """Return start and end of a range, for ``torch.arange``."""
     return keys.start, keys.stop

@@ -140,7 +140,7 @@ class TensorRecord(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class PlacedPiece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Stored piece together with the tensor to which it belongs.
 
     Attributes:
@@ -183,12 +183,12 @@ class Manifest:
     version: int = VERSION
 
     @cached_property
-    def contents(self) -> list[list["PlacedPiece"]]:
+    def contents(self) -> list[list["TensorPiece"]]:
         """Pieces in every data file, in byte order. Outer list: as ``files``."""
-        by_file: list[list[PlacedPiece]] = [[] for _ in self.files]
+        by_file: list[list[TensorPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
-                by_file[piece.file].append(PlacedPiece(name, record, piece))
+                by_file[piece.file].append(TensorPiece(name, record, piece))
         for pieces in by_file:
             # An empty piece starts at the same byte as the next piece, and must come first.
             pieces.sort(key=lambda placed: (placed.piece.start, placed.num_bytes))

@@ -129,7 +129,7 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
         return int(files[0].metadata.num_rows)
 
 
-class _FilledTable(NamedTuple):
+class _ImportTarget(NamedTuple):
     """Table in the model into which rows are imported.
 
     Attributes:
@@ -154,7 +154,7 @@ class _FilledTable(NamedTuple):
     changed: Any
 
 
-def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTable:
+def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _ImportTarget:
     """Find the table in the model into which rows are to be imported.
 
     Args:
@@ -179,7 +179,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
             else ()
         )
         columns = {"weight": False} | {part.name: part.per_row for part in state}
-        return _FilledTable(
+        return _ImportTarget(
             collection,
             path,
             hashed_target.tables,
@@ -197,7 +197,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _FilledTabl
             columns |= {name: v.dim() == 1 for name, v in rectangle.tensors.items()}
         else:
             columns |= {part.name: part.per_row for part in rectangle.parts}  # type: ignore[attr-defined]
-    return _FilledTable(
+    return _ImportTarget(
         collection, path, rows.tables, rows.dim, rows.num_rows, None, columns, rows.rows_loaded
     )
 
@@ -214,7 +214,7 @@ def _state_of(collection: nn.Module, path: str) -> dict[str, Tensor]:
     return {slot: v for slot, v in state.items() if isinstance(v, Tensor)}
 
 
-def _load_rows(file: Any, target: _FilledTable) -> None:
+def _load_rows(file: Any, target: _ImportTarget) -> None:
     """Load all rows in an open Parquet file into this rank's part of a table."""
     select = rows_by_id if target.seed is None else rows_in_rectangle
     # Only hashed tables are cleared: a fixed table keeps the rows that are not in the file.
@@ -225,7 +225,7 @@ def _load_rows(file: Any, target: _FilledTable) -> None:
             table.load(select(table, ids, parts))
 
 
-def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
+def _check_file(file: Any, source: Path, target: _ImportTarget) -> None:
     """Check that every row in a file can be imported into a table.
 
     Args:
@@ -237,7 +237,10 @@ def _check_file(file: Any, source: Path, target: _FilledTable) -> None:
         ValueError: the file does not fit the table.
     """
     schema, num = file.schema_arrow, file.metadata.num_rows
-    widths = {_ID: 0, **{_column(name): 1 if one else target.dim for name, one in target.columns.items()}}
+    widths = {
+        _ID: 0,
+        **{_column(name): 1 if is_per_row else target.dim for name, is_per_row in target.columns.items()},
+    }
     missing = [name for name in widths if name not in schema.names]
     if missing:
         raise ValueError(
@@ -315,18 +318,21 @@ def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, di
             if array.null_count or (name != _ID and not columns[_part(name)] and array.values.null_count):
                 raise ValueError(f"column {name!r} of the file has nulls. Remove such rows.")
         ids = _tensor(batch.column(_ID).to_numpy())
-        yield ids, {name: _values(batch.column(_column(name)), one) for name, one in columns.items()}
+        yield (
+            ids,
+            {name: _values(batch.column(_column(name)), is_per_row) for name, is_per_row in columns.items()},
+        )
 
 
-def _values(array: Any, one: bool) -> Tensor:
+def _values(array: Any, is_per_row: bool) -> Tensor:
     """Convert an Arrow array to a tensor [N], or a list array to a tensor [N, dim].
 
     Args:
         array: Arrow array.
-        one: whether there is a single value per row.
+        is_per_row: whether there is a single value per row.
     """
-    flat = _tensor((array if one else array.flatten()).to_numpy(zero_copy_only=False))
-    return flat if one else flat.view(len(array), -1)
+    flat = _tensor((array if is_per_row else array.flatten()).to_numpy(zero_copy_only=False))
+    return flat if is_per_row else flat.view(len(array), -1)
 
 
 def _tensor(values: Any) -> Tensor:

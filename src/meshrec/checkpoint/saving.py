@@ -161,7 +161,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     """
     axis = ranks_of(group)
     # Results of `read_and_prepare`, which cannot return them because `agreed` would send them to all ranks.
-    box: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
     # Functions that restore the state. They run in reverse order if a check fails before tables are written
     # to.
     undo: list[Callable[[], object]] = []
@@ -169,9 +169,11 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     def read_and_prepare() -> set[str]:
         # A path that is not a run goes to read_manifest unchanged, whose error then names it.
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
-        box["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
-        box["manifest"] = manifest = read_manifest(folder)
-        box["loading"] = loading = prepare(state, folder, manifest, axis.rank, partial=partial, undo=undo)
+        prepared["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
+        prepared["manifest"] = manifest = read_manifest(folder)
+        prepared["loading"] = loading = prepare(
+            state, folder, manifest, axis.rank, partial=partial, undo=undo
+        )
         return loading.names
 
     def fill(tensors: dict[str, Tensor]) -> None:
@@ -186,9 +188,9 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 
     try:
         names = set().union(*agreed(axis, read_and_prepare, f"reading {path}"))
-        folder: Path = box["folder"]
-        manifest: Manifest = box["manifest"]
-        loading: Loading = box["loading"]
+        folder: Path = prepared["folder"]
+        manifest: Manifest = prepared["manifest"]
+        loading: Loading = prepared["loading"]
         # Ranks share the work: every rank verifies a part of the blocks of all tensors that any rank reads.
         verify = functools.partial(verify_data, names=names, rank=axis.rank, world_size=axis.size)
         agreed(axis, lambda: verify(folder, manifest), f"verifying {folder}")
@@ -420,7 +422,7 @@ class _Save:
     def run(self) -> None:
         """Write this rank's data file, or start a process that writes it. Collective."""
         # Growable tables refuse to be saved by plain DCP, which could not load them. This save can load them.
-        can_load = saves_key_ordered.set(True)
+        token = saves_key_ordered.set(True)
         try:
             with _convert_dcp_errors(f"saving to {self.path}"):
                 dcp_save(
@@ -438,7 +440,7 @@ class _Save:
                 self.clean_up()
             raise
         finally:
-            saves_key_ordered.reset(can_load)
+            saves_key_ordered.reset(token)
 
     def complete(self) -> None:
         """Write the manifest, which completes the checkpoint, and remove the files of the replaced one.

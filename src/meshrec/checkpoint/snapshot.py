@@ -57,7 +57,7 @@ class Snapshot:
         # The child's exit status from waitpid; None while the child runs.
         self._status: int | None = None
         # Table snapshots, which stay open until the child ends.
-        self._frozen: FrozenParts | None = None
+        self._frozen: SnapshotParts | None = None
 
     @classmethod
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
@@ -75,7 +75,7 @@ class Snapshot:
             CheckpointError: no child started within the timeout.
         """
         # Before the fork, because copying needs threads and devices, which the child must not use.
-        frozen = FrozenParts(parts)
+        frozen = SnapshotParts(parts)
         try:
             return cls._fork(path, frozen, note)
         except BaseException:
@@ -83,7 +83,7 @@ class Snapshot:
             raise
 
     @classmethod
-    def _fork(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
+    def _fork(cls, path: Path, frozen: "SnapshotParts", note: Path) -> "Snapshot":
         """Fork the writer process, again if it does not start; see `start`."""
         prctl = _prctl()
         parent = os.getpid()
@@ -92,7 +92,7 @@ class Snapshot:
         sys.stderr.flush()
         # Try again if a child hangs in the interpreter; see the module docstring.
         for _ in range(_TRIES):
-            ready, begun = os.pipe()
+            ready, started_pipe = os.pipe()
             with warnings.catch_warnings():
                 # Python 3.12 warns about forks of threaded processes; the child takes no locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -100,11 +100,11 @@ class Snapshot:
                     pid = os.fork()
                 except OSError:
                     os.close(ready)
-                    os.close(begun)
+                    os.close(started_pipe)
                     raise
             if pid == 0:
-                _write_and_exit(parent, prctl, begun, path=path, parts=frozen.parts, note=note)
-            os.close(begun)
+                _write_and_exit(parent, prctl, started_pipe, path=path, parts=frozen.parts, note=note)
+            os.close(started_pipe)
             snapshot = cls(pid, note)
             poll = select.poll()  # unlike select, it takes descriptors above 1023
             poll.register(ready, select.POLLIN)
@@ -160,7 +160,7 @@ class Snapshot:
             self._frozen.close()
 
 
-class FrozenParts:
+class SnapshotParts:
     """Tensor pieces whose values stay the same in a forked process while the parent trains.
 
     Tensors whose memory a fork does not freeze are copied, or replaced by a snapshot of their table; see the
@@ -231,21 +231,21 @@ def failure_of(note: Path) -> Path:
 
 
 def _write_and_exit(
-    parent: int, prctl: Any, begun: int, *, path: Path, parts: Sequence[TensorPart], note: Path
+    parent: int, prctl: Any, started_pipe: int, *, path: Path, parts: Sequence[TensorPart], note: Path
 ) -> None:
     """Write the data file and the note, and end the process. Runs in the child, and never returns.
 
     Args:
         parent: parent process ID.
         prctl: function prctl(2), or None if the system lacks it.
-        begun: write end of the pipe on which the child reports that it runs.
+        started_pipe: write end of the pipe on which the child reports that it runs.
         path: data file.
         parts: pieces to write.
         note: file to write after success.
     """
     code = 1
     try:
-        os.write(begun, b".")
+        os.write(started_pipe, b".")
         gc.disable()  # a finalizer might wait for a lock held by a parent thread
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -189,10 +189,10 @@ def prepare(
     tensors: dict[str, Tensor] = {}
     fresh: dict[str, Tensor] = {}
     # Run by `Loading.finish`, when all tensors have been filled.
-    jobs: list[Callable[[], None]] = []
+    finishers: list[Callable[[], None]] = []
     # Stateful objects with functions that load them, run by `Loading.accept`. They run early, while a load
     # can be undone, because an object's load_state_dict may raise.
-    objects: list[tuple[Any, Callable[[], None]]] = []
+    stateful_loaders: list[tuple[Any, Callable[[], None]]] = []
     saved = _saved_names(manifest)
     hashed = _find_tables_by_id(state, folder, manifest, saved, partial=partial)
     for entry, item in state.items():
@@ -200,80 +200,83 @@ def prepare(
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
-            apart = hashed.names(entry)
+            names_loaded_by_id = hashed.names(entry)
             content = select_local_state(content, item, state) if is_part and kind == _OPTIMIZER else content
             if kind == _OPTIMIZER:
                 # Torch optimizers create state in their first step. It must exist to be filled in place.
                 undo.append(create_state(as_keyed_optimizer(item, state), content))
-            targets, job, held = _fill_targets(
-                entry, item, kind, content, state, keeps_names=is_part or bool(apart)
+            targets, finisher, current_content = _fill_targets(
+                entry, item, kind, content, state, keeps_names=is_part or bool(names_loaded_by_id)
             )
-            whole, targets = targets, {name: tensor for name, tensor in targets.items() if name not in apart}
-            names = saved.get(entry, set()) - apart
+            whole = targets
+            targets = {name: tensor for name, tensor in whole.items() if name not in names_loaded_by_id}
+            names = saved.get(entry, set()) - names_loaded_by_id
             if partial and kind == _MODULE:
-                targets, job = _select_common(entry, item, targets, names, rank, is_only_source=not apart)
+                targets, finisher = _select_common(
+                    entry, item, targets, names, rank, is_only_source=not names_loaded_by_id
+                )
             _compare(
                 entry,
                 targets,
                 manifest,
                 set(targets) if partial else names & set(targets) if is_part else names,
             )
-            if not (partial or is_part or apart):
-                _check_references(entry, kind, content, held)
+            if not (partial or is_part or names_loaded_by_id):
+                _check_references(entry, kind, content, current_content)
             if kind == _OPTIMIZER:
                 as_keyed_optimizer(item, state).check_state_dict(decode(content, whole.__getitem__))
             tensors.update(targets)
-            jobs.append(job)
+            finishers.append(finisher)
         else:
             targets = {name: _empty(manifest, name) for name in saved.get(entry, ())}
-            job = _restorer(state, entry, item, kind, content=content, buffers=targets)
+            finisher = _restorer(state, entry, item, kind, content=content, buffers=targets)
             fresh.update(targets)
-            objects.append((item, job)) if kind == _STATEFUL else jobs.append(job)
+            stateful_loaders.append((item, finisher)) if kind == _STATEFUL else finishers.append(finisher)
         if isinstance(item, DistributedModelParallel):
             # Residuals are loaded by a job at the end, because they belong to the sharded model, not to the
             # state dict.
             residuals = _residuals(entry, item, manifest, rank)
             fresh.update(residuals)
-            jobs.append(functools.partial(set_residuals, entry, item, rank, residuals))
+            finishers.append(functools.partial(set_residuals, entry, item, rank, residuals))
     # Empty for ranks that did not exist at the save. They keep their new random numbers.
     generators = _generators(manifest, saved, rank)
     if generators:
         fresh.update({f"{RANDOM}.{rank}.{name}": value for name, value in generators.items()})
-        jobs.append(functools.partial(set_random_state, generators))
+        finishers.append(functools.partial(set_random_state, generators))
 
     def finish() -> None:
-        for job in jobs:
-            job()
+        for finisher in finishers:
+            finisher()
 
-    accept = functools.partial(_accept, objects, undo)
+    accept = functools.partial(_accept, stateful_loaders, undo)
     names = {*tensors, *fresh, *hashed.read(manifest)}
     fill = functools.partial(hashed.fill, manifest=manifest)
     return Loading(names, fresh, accept, tensors, fill, hashed.exchange_row_counts, finish)
 
 
-def _accept(objects: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
+def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
     """Pass loaded values to stateful objects, and append functions to ``undo`` that restore old values.
 
     Args:
-        objects: stateful objects, and functions that load them.
+        stateful_loaders: stateful objects, and functions that load them.
         undo: receives a function per object. It is added before the load, which may fail halfway.
     """
-    for item, job in objects:
+    for item, load in stateful_loaders:
         # Append before loading, because a load that fails halfway must be undone as well.
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
-        job()
+        load()
 
 
-def _check_references(entry: str, kind: str, content: Any, held: Any) -> None:
+def _check_references(entry: str, kind: str, content: Any, current_content: Any) -> None:
     """Raise DamagedCheckpointError if tensors have other positions in the checkpoint than in the state.
 
     Args:
         entry: entry name.
         kind: one of `KINDS`, for the error.
         content: encoded content of the entry in the checkpoint.
-        held: encoded content of the entry in the training state.
+        current_content: encoded content of the entry in the training state.
     """
-    if _references(content) != _references(held):
+    if _references(content) != _references(current_content):
         raise DamagedCheckpointError(
             f"the entry {entry!r} of the checkpoint has tensors at other positions than this {kind}. {REMEDY}"
         )
@@ -460,35 +463,36 @@ def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
     return bool(getattr(item, "holds_part", False))
 
 
-def merge_values(one: Any, other: Any, where: str) -> Any:
+def merge_values(first: Any, second: Any, where: str) -> Any:
     """Merge the encoded values (JSON) of a state entry from two ranks that each have a part of it.
 
     Dicts are merged by key. Lists of dicts, such as parameter groups, are merged by position; of other lists,
     the result has all distinct items.
 
     Args:
-        one: values on a rank.
-        other: values on another rank.
+        first: values on a rank.
+        second: values on another rank.
         where: position in the state, for errors.
 
     Raises:
         ValueError: both ranks have the same name with different values.
     """
     # Entries that are equal on both ranks need no merging.
-    if one == other:
-        return one
-    if isinstance(one, dict) and isinstance(other, dict):
+    if first == second:
+        return first
+    if isinstance(first, dict) and isinstance(second, dict):
         both = {
-            key: merge_values(one[key], other[key], f"{where}.{key}") for key in one.keys() & other.keys()
+            key: merge_values(first[key], second[key], f"{where}.{key}")
+            for key in first.keys() & second.keys()
         }
-        return {**one, **other, **both}
-    if isinstance(one, list) and isinstance(other, list):
-        if all(isinstance(item, dict) for item in (*one, *other)):
+        return {**first, **second, **both}
+    if isinstance(first, list) and isinstance(second, list):
+        if all(isinstance(item, dict) for item in (*first, *second)):
             # Items at the same position are merged. The longer list may have further items.
-            shared = [merge_values(a, b, where) for a, b in zip(one, other, strict=False)]
-            return shared + max(one, other, key=len)[len(shared) :]
-        return [*one, *(item for item in other if item not in one)]
-    raise ValueError(f"{where} is {one!r} on one rank and {other!r} on another; ranks must agree.")
+            shared = [merge_values(a, b, where) for a, b in zip(first, second, strict=False)]
+            return shared + max(first, second, key=len)[len(shared) :]
+        return [*first, *(item for item in second if item not in first)]
+    raise ValueError(f"{where} is {first!r} on one rank and {second!r} on another; ranks must agree.")
 
 
 def _fill_targets(
@@ -511,25 +515,27 @@ def _fill_targets(
     """
     target = as_keyed_optimizer(item, state) if kind == _OPTIMIZER else item
     tensors: dict[str, Tensor] = {}
-    held = encode(dict(target.state_dict()), entry, tensors)
+    current_content = encode(dict(target.state_dict()), entry, tensors)
     hashed = hashed_targets(target) if isinstance(target, nn.Module) else {}
 
     # Called once the tensors are filled. load_state_dict runs the hooks and restores non-tensor values.
     def finish() -> None:
         if kind == _MODULE and (hashed or keeps_names):  # filled in place; called for load_state_dict hooks
-            apart = {
+            names_loaded_by_id = {
                 f"{path}.{name}" for path, hashed_target in hashed.items() for name in hashed_target.names()
             }
             values = target.state_dict().items()
             filled = tensors if hashed else {}
-            target.load_state_dict({n: v if n in apart else filled.get(f"{entry}.{n}", v) for n, v in values})
+            target.load_state_dict(
+                {n: v if n in names_loaded_by_id else filled.get(f"{entry}.{n}", v) for n, v in values}
+            )
             return
         now = dict(tensors)
         if kind == _OPTIMIZER:
             encode(dict(target.state_dict()), entry, now)  # hashed tables have new state after the load
         target.load_state_dict(decode(content, now.__getitem__))
 
-    return tensors, finish, held
+    return tensors, finish, current_content
 
 
 def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
