@@ -35,8 +35,8 @@ from meshrec.durable import durable_folder, make_scratch, remove_scratch
 from meshrec.metrics.named import leading_text
 from meshrec.runs.calibrated import CalibrationKind, Curve, fit_run_curve
 from meshrec.runs.contributions import contributions
+from meshrec.runs.evaluating import evaluate_scorer
 from meshrec.runs.job import Job
-from meshrec.runs.judging import evaluate_scorer
 from meshrec.runs.recommending import (
     load_recommender,
     recommendation_tables,
@@ -161,9 +161,9 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
                 type(self).__name__,
             )
         ranks = join(choose_device(self.device))
-        judged = evaluate_scorer(self._scorer(data, labelled=True), ranks)
-        assert judged is not None
-        return judged.metrics
+        evaluated = evaluate_scorer(self._scorer(data, labelled=True), ranks)
+        assert evaluated is not None
+        return evaluated.metrics
 
     def _scorer(self, data: Any, *, labelled: bool) -> Scorer:
         """Return a scorer for some data with the trained model. The model is loaded only once.

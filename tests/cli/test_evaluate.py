@@ -8,7 +8,7 @@ import torch
 
 from meshrec.cli import evaluate
 from meshrec.cli.train import main as train
-from meshrec.runs.judging import _encode_by_frequency, _slice_metrics
+from meshrec.runs.evaluating import _encode_by_frequency, _slice_metrics
 from meshrec.train import RunFolder
 from meshrec.train.evaluation import Scored
 from tests.train.clicks import clicks, write_clicks
@@ -49,7 +49,7 @@ def test_nan_scores_are_undefined_with_a_reason_and_weights_of_0_are_refused(tmp
 
     def scored(weights):
         part = Scored(torch.arange(2), logits, labels, weights)
-        monkeypatch.setattr("meshrec.runs.judging.gather_scores", lambda *_: iter([part]))
+        monkeypatch.setattr("meshrec.runs.evaluating.gather_scores", lambda *_: iter([part]))
 
     scored(None)
     args, out = [str(tmp_path / "r"), "--data", str(data)], tmp_path / "m.json"

@@ -25,7 +25,7 @@ from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.scoring import load_scorer
 from meshrec.runs.worker import run_rank
 from meshrec.train import DenseOptimizer, Frame, Log, Parquet, Recipe, Training, WideDeepConfig, join
-from meshrec.train.observers import Advanced
+from meshrec.train.observers import Progressed
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, finished_refit
 from tests.export.conftest import torchs_own_warnings
 from tests.train import raw_ids
@@ -164,7 +164,7 @@ def test_an_interrupted_second_fit_goes_on(tmp_path):
     expected, _ = fitted(recipe, tmp_path / "whole")
 
     def interrupt(event):
-        if isinstance(event, Advanced) and event.done >= 0.5:
+        if isinstance(event, Progressed) and event.share >= 0.5:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stopped, run = fitted(recipe, tmp_path / "parts", on_event=interrupt)

@@ -206,7 +206,7 @@ def test_baselines_do_not_depend_on_blocks(folder, monkeypatch, caplog):
     monkeypatch.setattr(ranking, "_MAX_PAIRS", sum(num_items[::2]))
     monkeypatch.setattr(ranking, "_BATCH", 3)
     with caplog.at_level("INFO", "meshrec"):
-        rows = ranking._Judge(dataset, NextItem(), lambda share: None)._items_of_users()
+        rows = ranking._BaselineEvaluator(dataset, NextItem(), lambda share: None)._items_of_users()
     assert np.diff(rows.indptr).tolist() == num_items[::2]
     assert f"{len(num_items[::2])} of {len(num_items)} users" in caplog.text
 

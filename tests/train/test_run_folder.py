@@ -91,13 +91,13 @@ def test_metrics_survive_a_cut_and_a_return(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     for kind in ("validation", "test"):
         folder.append_metrics({"step": 2, "kind": kind})
-    folder.remove_lines_after(2, judged=True)
+    folder.remove_lines_after(2, evaluated=True)
     kept = [{"step": 1}, {"step": 2}]
     assert folder.metrics() == [*kept, {"step": 2, "kind": "validation"}]
     write_phases(folder.phases, [PhaseTime("dense", 0, 0.5, step) for step in (1, 2, 3)])
     with folder.phases.open("a") as file:
         file.write('{"phase": "de')
-    folder.remove_lines_after(2, judged=False)
+    folder.remove_lines_after(2, evaluated=False)
     assert folder.metrics() == kept
     assert [time.step for time in read_phases(folder.phases)] == [1, 2]
     assert not folder.whole_phases.exists()

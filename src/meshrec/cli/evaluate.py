@@ -9,7 +9,7 @@ from pathlib import Path
 from meshrec.cli.arguments import Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
-from meshrec.runs.judging import evaluate_scorer
+from meshrec.runs.evaluating import evaluate_scorer
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import replace_nonfinite
 

@@ -39,16 +39,16 @@ def on_ranks(
     """
     if nproc < 1:
         raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
-    where = choose_device(device)
+    device_type = choose_device(device)
     if launched():
-        return _as_rank(work, where)
+        return _as_rank(work, device_type)
     if nproc == 1:
-        work(join(where))
+        work(join(device_type))
         return 0
     with scratch_folder("meshrec-command") as folder:
         # In the new processes, `launched()` is true. The last --device wins over one among the arguments.
         ended = launch(
-            [command, *arguments, "--device", where],
+            [command, *arguments, "--device", device_type],
             num_ranks=nproc,
             folder=RunFolder(folder),
             max_restarts=0,

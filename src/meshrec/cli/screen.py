@@ -13,13 +13,13 @@ from meshrec.planner.plan_report import PlanReport, make_report
 from meshrec.runs.worker import next_commands
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
-    Advanced,
     Evaluated,
     Event,
     Finished,
     Line,
     Logged,
     Observer,
+    Progressed,
     Reported,
     Started,
     Stepped,
@@ -77,7 +77,7 @@ class LineScreen:
                 self._print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
                     self._print(text, soft_wrap=True)
-            case Stepped() | Advanced():
+            case Stepped() | Progressed():
                 pass
 
 
@@ -117,9 +117,9 @@ class LiveScreen:
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
                     quality=f"loss {_format_loss(line)}  {_leading_text(line)}",
                 )
-            case Advanced(what, done) if self._task is not None:
+            case Progressed(task, share) if self._task is not None:
                 self._progress.update(
-                    self._task, description=what, total=100, completed=int(100 * done), speed="", quality=""
+                    self._task, description=task, total=100, completed=int(100 * share), speed="", quality=""
                 )
             case Evaluated(line, is_best):
                 self._progress.console.print(validation_text(line, is_best))

@@ -320,16 +320,16 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
 def _as_rank(job: Job, *, quiet: bool) -> int:
     """Train as a rank started by a launcher, and return the exit code."""
     # Run folder, if MeshRec's launcher has started this rank.
-    ours = os.environ.get(RUN_VARIABLE)
+    launcher_folder = os.environ.get(RUN_VARIABLE)
     try:
         summary = _train_rank(job, quiet=quiet)
     except Exception:
-        if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
+        if launcher_folder and RunFolder(Path(launcher_folder)).error(int(os.environ["RANK"])).is_file():
             # MeshRec's launcher reports the error once for all ranks.
             return 1
         raise
     # MeshRec's launcher reads the state of the run from the folder.
-    return 0 if ours else _exit_code(summary)
+    return 0 if launcher_folder else _exit_code(summary)
 
 
 def _train_rank(job: Job, *, quiet: bool) -> dict[str, Any]:

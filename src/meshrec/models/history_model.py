@@ -240,14 +240,14 @@ class HistoryModel(nn.Module):
         """
         name = self.features.seen if seen is None else seen
         # IDs that must not be recommended.
-        hidden = None if name is None or keep_seen else sparse_features[name]
+        seen_items = None if name is None or keep_seen else sparse_features[name]
         query = self.query_vectors(sparse_features)
         new_users = self._new_users(sparse_features[self.features.history].lengths())
         return top_items(
             query,
             self._item_chunks(),
             k,
-            seen=hidden,
+            seen=seen_items,
             similarity=self.similarity,
             new_users=new_users,
             repeated=self._repeated_items(sparse_features[self.features.history]),
@@ -435,15 +435,15 @@ class HistoryModel(nn.Module):
         # order, and thus the result, independent of the batch size.
         last = int(has_target.nonzero()[-1]) + 1 if bool(has_target.any()) else 0
         size = min(-(-last // _EVALUATION_BLOCK) * _EVALUATION_BLOCK, len(target_B))
-        judged = _first_bags(history, size)
+        evaluated = _first_bags(history, size)
         results = evaluate_targets(
-            self._last_queries(features, judged),
+            self._last_queries(features, evaluated),
             self.similarity.convert_items(target_BD[:size]),
             target_B[:size],
             self._item_chunks(),
             seen=None if seen is None else _first_bags(seen, size),
             similarity=self.similarity,
-            new_users=self._new_users(judged.lengths()),
+            new_users=self._new_users(evaluated.lengths()),
             repeated=self._repeated_items(_first_bags(features[self.features.history], size)),
         )
         return nn.functional.pad(results, (0, 0, 0, len(target_B) - size))

@@ -108,9 +108,11 @@ def fit_run_curve(run: RunFolder, scorer: Scorer, ranks: Ranks, kind: Calibratio
     if reader is None:
         raise ValueError(f"{run.path} has no validation data to calibrate on. Leave the calibration out.")
     # Every rank scores a share of the validation data.
-    mine = outputs_of(scorer.model, reader, ranks)
+    local_outputs = outputs_of(scorer.model, reader, ranks)
     # Every rank gets all validation samples, and therefore fits the same curve.
-    every = ranks.collect(mine)
-    logits, labels = (torch.cat([part[index] for part in every]).double().numpy() for index in (0, 1))
-    weights = concat_weights([(part[2], len(part[1])) for part in every])
+    outputs_by_rank = ranks.collect(local_outputs)
+    logits, labels = (
+        torch.cat([part[index] for part in outputs_by_rank]).double().numpy() for index in (0, 1)
+    )
+    weights = concat_weights([(part[2], len(part[1])) for part in outputs_by_rank])
     return fit_curve(kind, logits, labels, None if weights is None else weights.double().numpy())

@@ -47,9 +47,9 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
         ValueError: rank 0 cannot write to the folder, or another rank cannot create a local folder; raised on
             every rank.
     """
-    blind, error = ranks_not_seeing(path, ranks)
+    ranks_without_access, error = ranks_not_seeing(path, ranks)
     folder = RunFolder(path)
-    if error is None and ranks.rank in blind:
+    if error is None and ranks.rank in ranks_without_access:
         folder = RunFolder(path.with_name(f"{path.name}.{socket.gethostname()}"))
         try:
             make_folder(folder.path)
@@ -58,7 +58,7 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
     for rank, refusal in enumerate(ranks.collect(error)):
         if refusal is not None:
             raise ValueError(f"rank {rank}: {refusal}. Name another --runs, where every host may write.")
-    return folder, blind
+    return folder, ranks_without_access
 
 
 def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
@@ -89,7 +89,7 @@ def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     return [rank for rank, is_seen in enumerate(seen_by_rank) if not is_seen], None
 
 
-def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
+def check_storage(job: Job, folder: RunFolder, ranks_without_access: Sequence[int], ranks: Ranks) -> None:
     """Check that all ranks can reach the storage for checkpoints: the run folder or an object store.
 
     Collective.
@@ -97,7 +97,7 @@ def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Rank
     Args:
         job: run options.
         folder: this rank's output folder.
-        blind: ranks unable to see rank 0's folder.
+        ranks_without_access: ranks unable to see rank 0's folder.
         ranks: the ranks, from `join`.
 
     Raises:
@@ -115,10 +115,10 @@ def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Rank
     # Collectives come before the return, because all ranks must call them.
     hosts = ranks.collect(socket.gethostname())
     path = ranks.share(str(folder.path.resolve()))
-    if not blind:
+    if not ranks_without_access:
         return
-    names = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
-    blind_hosts = ", ".join(sorted({hosts[rank] for rank in blind}))
+    names = ", ".join(map(str, ranks_without_access[:8])) + (", ..." if len(ranks_without_access) > 8 else "")
+    blind_hosts = ", ".join(sorted({hosts[rank] for rank in ranks_without_access}))
     raise ValueError(
         f"rank {names} on {blind_hosts} cannot see {path} on {hosts[0]}, and a checkpoint needs storage that "
         "all hosts reach: give a mounted folder (--out /mnt/shared/runs) or an object store (--out "

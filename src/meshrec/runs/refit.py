@@ -142,75 +142,79 @@ def refit(
 
     def observe(event: Event) -> None:
         if isinstance(event, Stepped):
-            tell(event.step / max(again.num_steps, 1))
+            tell(event.step / max(refit_trainer.num_steps, 1))
         for observer in observers:
             observer(event)
 
-    again = Trainer(recipe, dataset, ranks, folder=final, observer=observe, stop=stop)
+    refit_trainer = Trainer(recipe, dataset, ranks, folder=final, observer=observe, stop=stop)
     config = final.read_json(CONFIG)
     if config is not None:
         # An interrupted refit continues only on the same data.
         check_data(config, dataset, final.path)
-    again.resume()
+    refit_trainer.resume()
     if ranks.is_first:
-        _write_config(job, recipe, again, folder, final)
+        _write_config(job, recipe, refit_trainer, folder, final)
     ranks.wait_for_all()
-    again.run()
+    refit_trainer.run()
     if ranks.is_first:
-        state: StateName = "stopped" if again.stopped else "finished"
-        final.write_json(SUMMARY, _summary(job, again, state))
-        final.write_state(state, step=again.progress.step)
+        state: StateName = "stopped" if refit_trainer.stopped else "finished"
+        final.write_json(SUMMARY, _summary(job, refit_trainer, state))
+        final.write_state(state, step=refit_trainer.progress.step)
     ranks.wait_for_all()
     first_rows = trainer.dataset.train.num_samples
-    return Refit(recipe, again.progress.step, dataset.train.num_samples, first_rows, again.stopped)
+    return Refit(
+        recipe, refit_trainer.progress.step, dataset.train.num_samples, first_rows, refit_trainer.stopped
+    )
 
 
-def _write_config(job: Job, recipe: Recipe, again: Trainer, folder: RunFolder, final: RunFolder) -> None:
+def _write_config(
+    job: Job, recipe: Recipe, refit_trainer: Trainer, folder: RunFolder, final: RunFolder
+) -> None:
     """Write the refit's ``config.json``, state and sharding plan. Rank 0 only.
 
     Args:
         job: run options.
         recipe: recipe of the refit.
-        again: trainer of the refit.
+        refit_trainer: trainer of the refit.
         folder: run folder.
         final: folder of the refit.
     """
     # An earlier start of the same refit; empty for the first start.
     before = final.read_json(CONFIG) or {}
-    plan = again.built.plan
+    plan = refit_trainer.built.plan
     config = {
         "recipe": to_json(recipe),
         "all_rows": True,
         "source": job.source,
         "code": copy_source(final, job.source, before.get("code")),
-        "data": describe_data(again.dataset),
-        "ranks": again.ranks.size,
-        "device": again.ranks.device.type,
+        "data": describe_data(refit_trainer.dataset),
+        "ranks": refit_trainer.ranks.size,
+        "device": refit_trainer.ranks.device.type,
         "baselines": False,
         "began": before.get("began", timestamp()),
         "first_fit": folder.path.name,
         "commands": {},
     }
     final.write_json(CONFIG, config, seal=True)
-    final.write_state("running", step=again.progress.step)
+    final.write_state("running", step=refit_trainer.progress.step)
     if plan is not None:
         save_plan(plan, final.plan)
 
 
-def _summary(job: Job, again: Trainer, state: str) -> dict[str, Any]:
+def _summary(job: Job, refit_trainer: Trainer, state: str) -> dict[str, Any]:
     """Return the content of the refit's ``summary.json``. It has no metrics, because no rows are left."""
-    progress = again.progress
+    progress = refit_trainer.progress
     return {
         "state": state,
         "error": None,
         "recipe": job.recipe.name,
-        "ranks": again.ranks.size,
+        "ranks": refit_trainer.ranks.size,
         "step": progress.step,
-        "num_steps": again.num_steps,
+        "num_steps": refit_trainer.num_steps,
         "samples": progress.num_samples,
         "best_step": progress.step,
         "weights_step": progress.step,
-        "ended_because": again.ended_because,
+        "ended_because": refit_trainer.ended_because,
         "validation": {},
         "test": {},
         "curves": {},
@@ -228,14 +232,14 @@ def refit_summary(result: Refit, folder: RunFolder, summary: dict[str, Any]) -> 
     Returns:
         Plain values by name. ``text`` is an explanation for the user.
     """
-    honest = " and ".join(
+    metrics = " and ".join(
         f"{data} {leading_text(summary[data])}" for data in ("validation", "test") if summary[data]
     )
     step, first = result.step, summary["weights_step"]
     text = (
         f"fitted again on all {result.num_rows:,} rows, where the first fit had {result.num_first_rows:,}: "
         f"{step:,} steps for {first:,}, as many passes over the rows. Export and predictions use this second "
-        f"fit. The figures of this run ({honest or 'none'}) are those of the first fit, which did not learn "
+        f"fit. The figures of this run ({metrics or 'none'}) are those of the first fit, which did not learn "
         "from these rows; nothing is left to judge the second."
     )
     return {

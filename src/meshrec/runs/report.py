@@ -165,10 +165,10 @@ def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
 def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return metrics lines for the page, with at most about as many points per curve as a screen can show."""
     train = [line for line in lines if line["kind"] == "train"]
-    judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
+    evaluated = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
         {name: value for name, value in line.items() if _is_curve(name)}
-        for kind in (train, *judged)
+        for kind in (train, *evaluated)
         for line in _thin(kind)
     ]
 

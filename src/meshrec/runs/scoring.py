@@ -233,10 +233,10 @@ def gather_scores(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
     """
     # Every rank counts local samples. The counts are summed at the end.
     unseen = _UnseenValues(scorer.features)
-    for mine in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
-        every = ranks.collect(mine)
+    for local_outputs in score(scorer.model, scorer.dataset.train, ranks, watch=unseen):
+        outputs_by_rank = ranks.collect(local_outputs)
         if ranks.is_first:
-            yield Scored.concat(every)
+            yield Scored.concat(outputs_by_rank)
     unseen.warn(ranks)
 
 

@@ -60,11 +60,11 @@ from meshrec.runs.source import copy_source
 from meshrec.train.baselines import baselines
 from meshrec.train.losses import NextItem, Ranking, Softmax
 from meshrec.train.observers import (
-    Advanced,
     Event,
     Finished,
     FolderObserver,
     Observer,
+    Progressed,
     Reported,
     TensorBoardObserver,
 )
@@ -107,17 +107,17 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
     # The ranks join before the folder is locked, because rank 0 tells the other ranks which folder it has.
     ranks = join(choose_device(job.device))
     try:
-        with locked_folder(job, ranks) as (folder, blind), _log_to_folder(folder, ranks):
+        with locked_folder(job, ranks) as (folder, ranks_without_access), _log_to_folder(folder, ranks):
             try:
                 if job.keep:
-                    check_storage(job, folder, blind, ranks)
+                    check_storage(job, folder, ranks_without_access, ranks)
                 return _RankRun(job, ranks, folder, screen, began).run()
             except BaseException as error:
                 if isinstance(error, OSError):
                     name_full_disk(error, [folder.path, tempfile.gettempdir()])
                 # A rank may fail only because another rank failed first. Record the first failure.
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
-                _record_error(folder, ranks, cause, blind)
+                _record_error(folder, ranks, cause, ranks_without_access)
                 if cause is not error:
                     raise cause from error
                 raise
@@ -126,14 +126,16 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
             leave_process_group()
 
 
-def _record_error(folder: RunFolder, ranks: Ranks, error: BaseException, blind: Sequence[int]) -> None:
+def _record_error(
+    folder: RunFolder, ranks: Ranks, error: BaseException, ranks_without_access: Sequence[int]
+) -> None:
     """Write an error with its traceback to this rank's error file in the run folder.
 
     Args:
         folder: this rank's folder.
         ranks: all ranks.
         error: error with which this rank failed.
-        blind: ranks unable to see rank 0's folder.
+        ranks_without_access: ranks unable to see rank 0's folder.
     """
     # Otherwise MeshRec's launcher records the failure, and removes the folder if the run did not start.
     is_unlaunched = RUN_VARIABLE not in os.environ
@@ -141,7 +143,11 @@ def _record_error(folder: RunFolder, ranks: Ranks, error: BaseException, blind: 
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
         if ranks.is_first and is_unlaunched:
             record_failed_run(folder, error_line(error))
-        if is_unlaunched and isinstance(error, ValueError) and (ranks.is_first or ranks.rank in blind):
+        if (
+            is_unlaunched
+            and isinstance(error, ValueError)
+            and (ranks.is_first or ranks.rank in ranks_without_access)
+        ):
             remove_unstarted(folder)
     except OSError as full:  # the disk may be what failed
         _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
@@ -284,7 +290,7 @@ class _RankRun:
         self._notify(Reported("fitting again on all rows, validation and test rows too"))
 
         def tell(share: float) -> None:
-            self._notify(Advanced("the fit on all rows", share))
+            self._notify(Progressed("the fit on all rows", share))
 
         result = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
         if result.is_stopped:
@@ -341,7 +347,7 @@ class _RankRun:
                     "--name."
                 )
             if self._ranks.is_first:  # an earlier start may have ended before the first checkpoint
-                self._folder.remove_lines_after(0, judged=False)
+                self._folder.remove_lines_after(0, evaluated=False)
         if self._job.resume:
             self._notify(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:
@@ -494,8 +500,8 @@ class _RankRun:
         # Write the summary now, in case the baselines fail or the process is killed.
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
-        judged = dataset.validation is not None or dataset.test is not None
-        if self._job.baselines and judged and not trainer.stopped:
+        evaluated = dataset.validation is not None or dataset.test is not None
+        if self._job.baselines and evaluated and not trainer.stopped:
             self._evaluate_baselines(trainer, summary, stop)
             summary["winner"] = winner(summary)
         summary["seconds"], summary["ended"] = time.time() - self._start, timestamp()
@@ -522,7 +528,7 @@ class _RankRun:
             if stop.signal is not None:
                 # Leaves the computation of a baseline, which calls `tell` often.
                 raise _Stopped
-            self._notify(Advanced("baselines", share))
+            self._notify(Progressed("baselines", share))
 
         try:
             loss = self._job.recipe.loss
@@ -541,8 +547,8 @@ class _RankRun:
                 if curves:
                     summary["baseline_curves"][name] = curves.get("test") or curves["validation"]
                 # Some baselines take minutes, and a screen without a terminal has no progress bar.
-                judged = quality.get("test") or quality.get("validation") or {}
-                self._notify(Reported(f"baseline {name}: {leading_text(judged)}"))
+                evaluated = quality.get("test") or quality.get("validation") or {}
+                self._notify(Reported(f"baseline {name}: {leading_text(evaluated)}"))
         except _Stopped:
             self._notify(Reported("the baselines were skipped, as you asked; the run itself is complete"))
 

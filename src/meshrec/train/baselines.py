@@ -96,7 +96,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
 
     # Baselines are evaluated on all held-out samples, but learn from the first training samples only.
     readers = {"validation": dataset.validation, "test": dataset.test}
-    judged = {name: reader for name, reader in readers.items() if reader is not None}
+    held_out_readers = {name: reader for name, reader in readers.items() if reader is not None}
 
     def read(reader: "Reader") -> Batch:
         samples = first_samples(reader)
@@ -107,7 +107,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
 
     def evaluated(name: str, logits: Callable[[Batch], Tensor]) -> Baseline:
         baseline = Baseline(name, {}, {})
-        for data, reader in judged.items():
+        for data, reader in held_out_readers.items():
             scored = _scored(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
             # No collective: only rank 0 computes baselines.
             baseline.quality[data] = binary_metrics(*scored, gather=False)
@@ -181,10 +181,10 @@ def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
     score = torch.logit(rate.double().clamp(1e-6, 1 - 1e-6))
 
     def logits(batch: Batch) -> Tensor:
-        judged = batch.sparse[item]
-        of = torch.repeat_interleave(torch.arange(len(batch)), judged.lengths())
+        item_ids = batch.sparse[item]
+        of = torch.repeat_interleave(torch.arange(len(batch)), item_ids.lengths())
         # A bag with several items scores their mean; an empty bag scores 0.
-        total = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, of, score[judged.values()])
-        return total / judged.lengths().clamp(min=1)
+        total = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, of, score[item_ids.values()])
+        return total / item_ids.lengths().clamp(min=1)
 
     return logits

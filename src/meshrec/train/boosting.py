@@ -97,19 +97,19 @@ class BoostedModel(NamedTuple):
     counts: tuple[int, int] = (0, 0)
 
 
-def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed: int) -> BoostedModel:
+def fit_boosted(train: TreeSamples, held_out: TreeSamples, num_trees: int, *, seed: int) -> BoostedModel:
     """Fit trees that correct a model, and trees that replace it, and average both predictions.
 
     The first half of the trees learns the model's residuals (residual trees). They are dropped if they do not
-    raise the AUC on ``judged``. The second half learns the labels without the model (independent trees). The
-    result averages the logits of the model with residual trees and the logits of the independent trees, which
-    lowers the variance. The independent trees are dropped if the average has an AUC more than a standard
-    error below the AUC without them. If the samples in ``judged`` have only one class, there is no AUC, and
-    the result has no trees.
+    raise the AUC on ``held_out``. The second half learns the labels without the model (independent trees).
+    The result averages the logits of the model with residual trees and the logits of the independent trees,
+    which lowers the variance. The independent trees are dropped if the average has an AUC more than a
+    standard error below the AUC without them. If the samples in ``held_out`` have only one class, there is no
+    AUC, and the result has no trees.
 
     Args:
         train: training samples.
-        judged: held-out samples, which select the tree count.
+        held_out: held-out samples, which select the tree count.
         num_trees: maximum number of trees.
         seed: seed by which LightGBM draws samples and inputs for every tree.
 
@@ -118,37 +118,37 @@ def fit_boosted(train: TreeSamples, judged: TreeSamples, num_trees: int, *, seed
         ValueError: a label is neither 0 nor 1. LightGBM would read all labels above 0 as 1.
     """
     # LightGBM would silently read such labels as 1.
-    between = train.labels[(train.labels != 0) & (train.labels != 1)]
-    if len(between):
+    fractional_labels = train.labels[(train.labels != 0) & (train.labels != 1)]
+    if len(fractional_labels):
         raise ValueError(
-            f"model.fit_trees: trees learn labels 0 and 1, and a training sample has {float(between[0])}. "
-            "Take model.fit_trees 0."
+            f"model.fit_trees: trees learn labels 0 and 1, and a training sample has "
+            f"{float(fractional_labels[0])}. Take model.fit_trees 0."
         )
     # None if the samples have only one class. Then nothing can select trees.
-    before = area_under_curve(judged.logits, judged.labels, judged.weights)
+    before = area_under_curve(held_out.logits, held_out.labels, held_out.weights)
     if before is None:
         return BoostedModel(1.0, 0.0, [], (0, 0))
     # First half: trees that start from the model's logits.
-    residual, added = _fit_trees(train, judged, num_trees - num_trees // 2, seed)
-    logits = judged.logits + added
-    after = _area_under_curve(logits, judged)
+    residual, added = _fit_trees(train, held_out, num_trees - num_trees // 2, seed)
+    logits = held_out.logits + added
+    after = _area_under_curve(logits, held_out)
     # Residual trees that do not help are dropped.
     if after <= before:
-        residual, logits, after = [], judged.logits, before
+        residual, logits, after = [], held_out.logits, before
     bias = _bias(train)
     # The second half starts from the bias, as if there were no model.
-    start = [samples._replace(logits=torch.full_like(samples.logits, bias)) for samples in (train, judged)]
-    separate, added = _fit_trees(start[0], start[1], num_trees // 2, seed)
-    histograms = score_histograms(judged.logits, judged.labels, judged.weights)
+    start = [samples._replace(logits=torch.full_like(samples.logits, bias)) for samples in (train, held_out)]
+    independent_trees, added = _fit_trees(start[0], start[1], num_trees // 2, seed)
+    histograms = score_histograms(held_out.logits, held_out.labels, held_out.weights)
     interval = auc_interval(after, *effective_sizes(histograms))
     # A 95 % interval spans about four standard errors, so a quarter is one standard error. The AUC of the
     # sum of both logits is the same as that of their average.
     if (
-        not separate
-        or after - _area_under_curve(logits + bias + added, judged) > (interval.high - interval.low) / 4
+        not independent_trees
+        or after - _area_under_curve(logits + bias + added, held_out) > (interval.high - interval.low) / 4
     ):
         return BoostedModel(1.0, 0.0, residual, (len(residual), 0))
-    return _average_with_model(bias, residual, separate)
+    return _average_with_model(bias, residual, independent_trees)
 
 
 def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> BoostedModel:
@@ -163,10 +163,10 @@ def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> 
     if not counts[1]:
         return BoostedModel(1.0, 0.0, residual, (len(residual), 0))
     bias = _bias(train)
-    separate, _ = _fit_trees(
+    independent_trees, _ = _fit_trees(
         train._replace(logits=torch.full_like(train.logits, bias)), None, counts[1], seed
     )
-    return _average_with_model(bias, residual, separate)
+    return _average_with_model(bias, residual, independent_trees)
 
 
 def _bias(train: TreeSamples) -> float:
@@ -175,43 +175,43 @@ def _bias(train: TreeSamples) -> float:
 
 
 def _average_with_model(
-    bias: float, residual: list[Branch | Leaf], separate: list[Branch | Leaf]
+    bias: float, residual: list[Branch | Leaf], independent_trees: list[Branch | Leaf]
 ) -> BoostedModel:
     """Average two predictors: the model plus residual trees, and the bias plus independent trees.
 
     Args:
         bias: logit from which the independent trees start.
         residual: trees fitted to the model's residuals.
-        separate: trees fitted without the model.
+        independent_trees: trees fitted without the model.
     """
-    trees = [scale_leaves(tree, 0.5) for tree in (*residual, *separate)]
-    return BoostedModel(0.5, bias / 2, trees, (len(residual), len(separate)))
+    trees = [scale_leaves(tree, 0.5) for tree in (*residual, *independent_trees)]
+    return BoostedModel(0.5, bias / 2, trees, (len(residual), len(independent_trees)))
 
 
-def _area_under_curve(logits: Tensor, judged: TreeSamples) -> float:
-    """Return the AUC of logits [B] for the labels of ``judged``, which must have both classes."""
-    auc = area_under_curve(logits, judged.labels, judged.weights)
+def _area_under_curve(logits: Tensor, held_out: TreeSamples) -> float:
+    """Return the AUC of logits [B] for the labels of ``held_out``, which must have both classes."""
+    auc = area_under_curve(logits, held_out.labels, held_out.weights)
     assert auc is not None
     return auc
 
 
 def _fit_trees(
-    train: TreeSamples, judged: TreeSamples | None, num_trees: int, seed: int
+    train: TreeSamples, held_out: TreeSamples | None, num_trees: int, seed: int
 ) -> tuple[list[Branch | Leaf], Tensor]:
     """Fit boosted trees to samples, starting from the samples' logits.
 
     Args:
         train: training samples.
-        judged: held-out samples whose AUC selects the tree count; None: keep all trees.
+        held_out: held-out samples whose AUC selects the tree count; None: keep all trees.
         num_trees: maximum number of trees.
         seed: random seed.
 
     Returns:
-        The trees, and their summed output for ``judged``, [B]; empty without ``judged``.
+        The trees, and their summed output for ``held_out``, [B]; empty without ``held_out``.
     """
     lightgbm = needs("lightgbm", "lightgbm")
     if not num_trees:
-        return [], torch.zeros_like(judged.logits if judged is not None else train.logits[:0])
+        return [], torch.zeros_like(held_out.logits if held_out is not None else train.logits[:0])
 
     def data_of(samples: TreeSamples, reference: Any) -> Any:
         return lightgbm.Dataset(
@@ -226,16 +226,16 @@ def _fit_trees(
 
     data = data_of(train, None)
     options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
-    if judged is None:
+    if held_out is None:
         model = lightgbm.train(options, data, num_trees)
         tree_info = model.dump_model(num_iteration=num_trees)["tree_info"]
         return [_node(info["tree_structure"]) for info in tree_info], train.logits[:0]
-    other = data_of(judged, data)
+    other = data_of(held_out, data)
     stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
     model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
     tree_info = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
     trees = [_node(info["tree_structure"]) for info in tree_info]
-    return trees, torch.from_numpy(model.predict(judged.inputs.numpy(), raw_score=True))
+    return trees, torch.from_numpy(model.predict(held_out.inputs.numpy(), raw_score=True))
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:

@@ -81,7 +81,7 @@ def launch(
     # The launcher's children inherit os.environ, so it is changed here and restored below.
     before = dict(os.environ)
     # Ranks killed by the watch thread. Read only after that thread has ended.
-    silent: set[int] = set()
+    unresponsive_ranks: set[int] = set()
     # Only this user may enter the folder. See [Note: who can reach the ranks of a run] in comms/joining.py.
     with scratch_folder("meshrec-ranks") as store:
         config = _config(num_ranks, max_restarts, store)
@@ -93,10 +93,10 @@ def launch(
             }
         )
         try:
-            with _killing_stragglers(folder, num_ranks, rank_timeout, silent):
+            with _killing_stragglers(folder, num_ranks, rank_timeout, unresponsive_ranks):
                 elastic_launch(config, sys.executable)(*interpreter_arguments(_RANK_PROGRAM), *arguments)
         except ChildFailedError as failed:
-            return LaunchResult(1, first_error(folder, num_ranks, signals_of(failed), silent))
+            return LaunchResult(1, first_error(folder, num_ranks, signals_of(failed), unresponsive_ranks))
         except SignalException as stopped:
             return LaunchResult(128 + int(stopped.sigval), None)
         finally:
@@ -146,7 +146,7 @@ def signals_of(failed: Any) -> dict[int, int]:
 
 @contextmanager
 def _killing_stragglers(
-    folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
+    folder: RunFolder, num_ranks: int, rank_timeout: float, unresponsive_ranks: set[int]
 ) -> Iterator[None]:
     """Context manager that kills ranks which no longer answer, from a thread.
 
@@ -157,12 +157,12 @@ def _killing_stragglers(
         folder: run folder with error files and process IDs.
         num_ranks: number of ranks.
         rank_timeout: seconds after which a stopped rank is killed.
-        silent: receives the killed ranks.
+        unresponsive_ranks: receives the killed ranks.
     """
-    over, stopped = threading.Event(), StoppedRanks(rank_timeout)
+    stop_event, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
-        while not over.wait(_POLL_SECONDS):
+        while not stop_event.wait(_POLL_SECONDS):
             for rank in _stragglers(folder, num_ranks):
                 # The file with the process ID may be missing or incomplete while a rank starts or ends.
                 with contextlib.suppress(OSError, ValueError):
@@ -174,7 +174,7 @@ def _killing_stragglers(
                     _kill(pid, rank)
 
     def _kill(pid: int, rank: int) -> None:
-        silent.add(rank)
+        unresponsive_ranks.add(rank)
         os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=watch, name="stragglers", daemon=True)
@@ -182,7 +182,7 @@ def _killing_stragglers(
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         thread.join()
 
 
@@ -214,7 +214,7 @@ def first_error(
     folder: RunFolder,
     num_ranks: int,
     signals: Mapping[int, int] | None = None,
-    silent: Sequence[int] | set[int] = (),
+    unresponsive_ranks: Sequence[int] | set[int] = (),
 ) -> str:
     """Return a message that explains why a launch failed, from the error files of the ranks.
 
@@ -225,7 +225,7 @@ def first_error(
         folder: run folder.
         num_ranks: number of ranks.
         signals: signals that killed ranks, by rank.
-        silent: ranks that the launcher killed because they no longer answered.
+        unresponsive_ranks: ranks that the launcher killed because they no longer answered.
     """
     errors = []
     for rank in range(num_ranks):
@@ -234,9 +234,9 @@ def first_error(
             errors.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
     # The other ranks' errors follow from the first: their connections to the failed rank were closed.
     causes = [entry for entry in errors if not _is_lost_peer(entry[2])]
-    if not causes and silent:
-        ranks = ", ".join(map(str, sorted(silent)))
-        logs = ", ".join(str(folder.log(rank)) for rank in sorted(silent))
+    if not causes and unresponsive_ranks:
+        ranks = ", ".join(map(str, sorted(unresponsive_ranks)))
+        logs = ", ".join(str(folder.log(rank)) for rank in sorted(unresponsive_ranks))
         return (
             f"rank {ranks} stopped answering. The others waited for it (--rank-timeout), then it was "
             f"killed. Its log is {logs}"

@@ -166,7 +166,7 @@ class Regression(NamedTuple):
 
 def fit_regression(
     train: LabelledSamples,
-    judged: LabelledSamples | None = None,
+    held_out: LabelledSamples | None = None,
     *,
     penalty: float | None = None,
     tell: Tell = lambda share: None,
@@ -177,18 +177,18 @@ def fit_regression(
 
     Args:
         train: training samples.
-        judged: held-out samples, which select the penalty. None: hold out every tenth training sample.
+        held_out: held-out samples, which select the penalty. None: hold out every tenth training sample.
         penalty: penalty selected in an earlier fit. If given, only fit with it, on all training samples.
         tell: called with the finished share, from 0 to 1.
     """
     if penalty is not None:
         transposed = train.inputs.T.tocsr()
         return Regression(_fit(train, transposed, penalty=penalty, start=None, tell=tell), penalty)
-    if judged is None:
-        chooses = validation_mask(len(train.labels))
-        judged, train = train.where(chooses), train.where(~chooses)
+    if held_out is None:
+        held_out_mask = validation_mask(len(train.labels))
+        held_out, train = train.where(held_out_mask), train.where(~held_out_mask)
     transposed = train.inputs.T.tocsr()
-    judged_weights = None if judged.weights is None else torch.from_numpy(judged.weights)
+    held_out_weights = None if held_out.weights is None else torch.from_numpy(held_out.weights)
     best, best_fit, last = -1.0, None, None
     for number, penalty in enumerate(_PENALTIES):
 
@@ -196,8 +196,8 @@ def fit_regression(
             tell((number + share) / len(_PENALTIES))
 
         last = _fit(train, transposed, penalty=penalty, start=last, tell=tell_share)
-        logits = torch.from_numpy(judged.inputs @ last)
-        auc = area_under_curve(logits, torch.from_numpy(judged.labels), judged_weights)
+        logits = torch.from_numpy(held_out.inputs @ last)
+        auc = area_under_curve(logits, torch.from_numpy(held_out.labels), held_out_weights)
         # With only one class there is no AUC to select by. Keep the strongest penalty, which was tried first.
         if auc is None:
             return Regression(last, penalty)

@@ -98,16 +98,16 @@ class Reported(NamedTuple):
     text: str
 
 
-class Advanced(NamedTuple):
+class Progressed(NamedTuple):
     """Event: there is progress on a task outside training.
 
     Attributes:
-        what: name of the task, such as ``baselines``.
-        done: finished share of the task in [0, 1].
+        task: name of the task, such as ``baselines``.
+        share: finished share of the task in [0, 1].
     """
 
-    what: str
-    done: float
+    task: str
+    share: float
 
 
 class Finished(NamedTuple):
@@ -120,7 +120,7 @@ class Finished(NamedTuple):
     summary: Line
 
 
-Event = Started | Stepped | Logged | Evaluated | Reported | Advanced | Finished
+Event = Started | Stepped | Logged | Evaluated | Reported | Progressed | Finished
 Observer = Callable[[Event], None]
 """Function that is called with every event, usually on rank 0 only."""
 

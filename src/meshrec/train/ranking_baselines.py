@@ -71,17 +71,17 @@ def ranking_baselines(
             f"dataset {dataset.name!r} names no item to rank among a catalogue on validation data. Set "
             "Dataset.item, catalogue and validation."
         )
-    judge = _Judge(dataset, loss or NextItem(), tell)
-    yield Baseline("item popularity", judge.quality(lambda batch: np.zeros((len(batch), 1))), {})
-    yield max((judge.by_neighbours(num) for num in _NEIGHBOURS), key=judge.of_validation)
-    yield Baseline("last-item Markov chain", judge.quality(judge.transitions()), {})
+    evaluator = _BaselineEvaluator(dataset, loss or NextItem(), tell)
+    yield Baseline("item popularity", evaluator.quality(lambda batch: np.zeros((len(batch), 1))), {})
+    yield max((evaluator.by_neighbours(num) for num in _NEIGHBOURS), key=evaluator.of_validation)
+    yield Baseline("last-item Markov chain", evaluator.quality(evaluator.transitions()), {})
     if dataset.seen is None:
-        yield judge.by_history("own most frequent items", float("inf"))
-        recent = [judge.by_history("own recent items", half_life) for half_life in _HALF_LIVES]
-        yield max(recent, key=judge.of_validation)
+        yield evaluator.by_history("own most frequent items", float("inf"))
+        recent = [evaluator.by_history("own recent items", half_life) for half_life in _HALF_LIVES]
+        yield max(recent, key=evaluator.of_validation)
 
 
-class _Judge:
+class _BaselineEvaluator:
     """Computes baselines' scores from training data, and evaluates them on validation and test data.
 
     Args:
@@ -135,8 +135,8 @@ class _Judge:
             target_logs_BB = logs_BI[:, self._indices(target_B)].T
             seen = None if self._dataset.seen is None else batch.sparse[self._dataset.seen]
             chunks = iter([ItemChunk(self._ids_I, logs_BI.T)])
-            judged = evaluate_targets(one, target_logs_BB, target_B, chunks, seen=seen)
-            scored.append(Scored(None, judged, batch.labels, batch.weights))
+            evaluated = evaluate_targets(one, target_logs_BB, target_B, chunks, seen=seen)
+            scored.append(Scored(None, evaluated, batch.labels, batch.weights))
         self._tell(1.0)
         _, outputs, labels, weights = Scored.concat(scored)
         return self._loss.metrics(outputs, labels, weights, gather=False)
@@ -162,7 +162,9 @@ class _Judge:
             ]
             blocks.append(sparse.csr_matrix(np.where(cosines >= threshold[:, None], cosines, 0.0)))
         nearest = sparse.vstack(blocks).tocsr()
-        return Baseline("item-kNN", self.quality(lambda batch: (self._had(batch) @ nearest).toarray()), {})
+        return Baseline(
+            "item-kNN", self.quality(lambda batch: (self._items_of_batch(batch) @ nearest).toarray()), {}
+        )
 
     def by_history(self, name: str, half_life: float) -> Baseline:
         """Evaluate the baseline that ranks items by their weighted count in the user's history.
@@ -203,9 +205,9 @@ class _Judge:
             num += len(at_T)
             # Counts take memory per distinct pair. An addition copies all counts, so additions must be few.
             if num >= max(_TRANSITIONS, counts.nnz // 8):
-                counts, before, after, num = counts + _counted(before, after, size), [], [], 0
+                counts, before, after, num = counts + _transition_counts(before, after, size), [], [], 0
         if num:
-            counts = counts + _counted(before, after, size)
+            counts = counts + _transition_counts(before, after, size)
 
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
@@ -227,7 +229,7 @@ class _Judge:
         every, first, num, parts = 1, 0, 0, []
         for batch in self._dataset.validation.batches(_BATCH):
             # Take the users whose number is a multiple of `every`, which doubles when memory is full.
-            part = self._had(batch)[-first % every :: every]
+            part = self._items_of_batch(batch)[-first % every :: every]
             first, num = first + len(batch), num + part.nnz
             parts.append(part)
             # Drop every second user until the remaining pairs fit.
@@ -243,7 +245,7 @@ class _Judge:
             )
         return sparse.vstack(parts)
 
-    def _had(self, batch: Batch) -> Any:
+    def _items_of_batch(self, batch: Batch) -> Any:
         """Return the items that the users in a batch had, as a sparse 0/1 matrix [B, I]."""
         from scipy import sparse
 
@@ -264,7 +266,7 @@ class _Judge:
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)
 
 
-def _counted(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
+def _transition_counts(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
     """Count transitions: return a sparse matrix [I, I] with the number of times that an item follows another.
 
     Args:

@@ -232,18 +232,18 @@ class RunFolder:
         """Read all lines in ``metrics.jsonl``, except truncated lines, which a crash may leave."""
         return _read_lines(self.path / METRICS)
 
-    def remove_lines_after(self, step: int, *, judged: bool) -> None:
+    def remove_lines_after(self, step: int, *, evaluated: bool) -> None:
         """Remove metrics and phase times of steps after ``step``, which a resumed run will record again.
 
         Truncated lines are removed as well.
 
         Args:
             step: the step from which training continues.
-            judged: whether the checkpoint includes the evaluation after ``step``. If not, the line of that
+            evaluated: whether the checkpoint includes the evaluation after ``step``. If not, the line of that
                 evaluation is removed, because it will be recorded again.
         """
         # Last step to keep, by kind of line. Test lines are written at the end, so they are always removed.
-        last = {"validation": step if judged else step - 1, "test": -1}
+        last = {"validation": step if evaluated else step - 1, "test": -1}
         for path in (self.path / METRICS, self.phases, self.whole_phases):
             if path.exists():
                 retained = [

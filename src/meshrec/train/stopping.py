@@ -116,12 +116,12 @@ class StopRequest:
         self.signal = number
 
 
-_BEYOND_CHANCE = 2.0
+_SIGNIFICANT_ERRORS = 2.0
 """An evaluation becomes the reference if the mean validation loss is lower by this many standard errors."""
-_PROMISING = 1.0
+_PROMISING_ERRORS = 1.0
 _RECENT = 3
 """Training continues while one of the last `_RECENT` evaluations has a loss lower than the reference by at
-least `_PROMISING` standard errors.
+least `_PROMISING_ERRORS` standard errors.
 """
 
 
@@ -164,7 +164,7 @@ class PairedTest:
         if self.patience is None or len(self._deviations) < self.patience:
             return False
         # A recent evaluation may be better without being significant yet.
-        return max(self._deviations[-_RECENT:]) < _PROMISING
+        return max(self._deviations[-_RECENT:]) < _PROMISING_ERRORS
 
     def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:
         """Compare an evaluation with the reference, and make it the new reference if it is better.
@@ -177,7 +177,7 @@ class PairedTest:
         deviations = 0.0
         if self.step is not None:
             deviations = _mean_in_standard_errors((self._losses - losses).double(), weights)
-        if self.step is None or deviations >= _BEYOND_CHANCE:
+        if self.step is None or deviations >= _SIGNIFICANT_ERRORS:
             # Clone, because `float` returns the caller's tensor itself if that is float32 already.
             self.step, self._losses, self._deviations = step, losses.float().clone(), []
         else:

@@ -9,7 +9,6 @@ from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.ops.memory import frozen_objects
 from meshrec.train.building import BuiltModel, build
 from meshrec.train.evaluation import Scored, evaluate, score
-from meshrec.train.judge import WeightsEvaluator
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Reported, Started, Stepped
 from meshrec.train.precision import LossCheck, check_loss, choose_precision
 from meshrec.train.progress import Progress
@@ -20,6 +19,7 @@ from meshrec.train.saver import CheckpointSaver
 from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
+from meshrec.train.weights_evaluator import WeightsEvaluator
 
 
 class Trainer:
@@ -135,7 +135,7 @@ class Trainer:
         is_resumed = self.saver.resume()
         if is_resumed and folder is not None and self.ranks.is_first:
             step = self.progress.step
-            folder.remove_lines_after(step, judged=self.evaluator.early.last_step == step)
+            folder.remove_lines_after(step, evaluated=self.evaluator.early.last_step == step)
         return is_resumed
 
     def run(self) -> dict[str, float]:

@@ -93,7 +93,7 @@ class TreeBaseline:
             categorical_feature=list(range(first, first + len(singles))),
             params={"verbosity": -1},
         )
-        judged = []
+        validation_sets = []
         if dataset.validation is not None:
             batches = list(read(dataset.validation))
             columns = np.concatenate([self.matrix(batch) for batch in batches])
@@ -102,15 +102,17 @@ class TreeBaseline:
             # Without samples of both classes, there is no AUC for early stopping.
             if area_under_curve(labels, labels, weights) is not None:
                 of_samples = None if weights is None else weights.numpy()
-                judged = [lightgbm.Dataset(columns, labels.numpy(), weight=of_samples, reference=data)]
-        rounds = _ROUNDS if judged else 200
+                validation_sets = [
+                    lightgbm.Dataset(columns, labels.numpy(), weight=of_samples, reference=data)
+                ]
+        rounds = _ROUNDS if validation_sets else 200
 
         def tell_iteration(state: Any) -> None:
             tell(state.iteration / rounds)
 
-        stops = [lightgbm.early_stopping(_PATIENCE, verbose=False)] if judged else []
+        stops = [lightgbm.early_stopping(_PATIENCE, verbose=False)] if validation_sets else []
         self._model = lightgbm.train(
-            options, data, rounds, valid_sets=judged, callbacks=[tell_iteration, *stops]
+            options, data, rounds, valid_sets=validation_sets, callbacks=[tell_iteration, *stops]
         )
 
     def __call__(self, batch: "Batch") -> Tensor:

@@ -221,33 +221,35 @@ def _fit_initial_values(
         dense = torch.cat([shares.flatten(1), (shares * encoding.widths.cpu()).sum(-1)], dim=1)
         return LabelledSamples.of(samples, design_matrix(dataset, samples, dense, shared=True))
 
-    learnt = labelled(train)
-    chooses = None if validation is None else labelled(validation)
-    fit = fit_regression(learnt, chooses, penalty=config.fit_penalty)
+    regression_samples = labelled(train)
+    validation_samples = None if validation is None else labelled(validation)
+    fit = fit_regression(regression_samples, validation_samples, penalty=config.fit_penalty)
     linear = torch.from_numpy(fit.weights)
     if model.trees is None:
         return _InitialValues(linear.float(), [], [], fit.penalty, (0, 0))
     # Samples that select the tree count must not contribute to the scores on which trees split.
     uses_all = validation is not None or config.fit_tree_counts is not None
-    learns = torch.from_numpy(~validation_mask(len(train)) | uses_all)
-    scores = _table_row_scores(dataset, train, learns)
+    fit_mask = torch.from_numpy(~validation_mask(len(train)) | uses_all)
+    scores = _table_row_scores(dataset, train, fit_mask)
 
-    def judged(samples: Batch, matrix: Any) -> TreeSamples:
+    def tree_samples(samples: Batch, matrix: Any) -> TreeSamples:
         logits = torch.from_numpy(matrix @ fit.weights)
         return TreeSamples(
             _tree_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples)
         )
 
-    crossed = _out_of_fold_samples(dataset, train, learnt, fit, learns).where(learns)
+    out_of_fold_samples = _out_of_fold_samples(dataset, train, regression_samples, fit, fit_mask).where(
+        fit_mask
+    )
     if config.fit_tree_counts is not None:
-        result = refit_boosted(crossed, config.fit_tree_counts, seed=seed)
+        result = refit_boosted(out_of_fold_samples, config.fit_tree_counts, seed=seed)
     else:
-        judges = (
-            judged(train, learnt.inputs).where(~learns)
-            if validation is None or chooses is None
-            else judged(validation, chooses.inputs)
+        held_out = (
+            tree_samples(train, regression_samples.inputs).where(~fit_mask)
+            if validation is None or validation_samples is None
+            else tree_samples(validation, validation_samples.inputs)
         )
-        result = fit_boosted(crossed, judges, model.trees.num_trees, seed=seed)
+        result = fit_boosted(out_of_fold_samples, held_out, model.trees.num_trees, seed=seed)
     # If independent trees are used, the model's part of the logit is halved; see `BoostedModel`.
     linear *= result.share
     linear[-1] += result.bias
@@ -255,7 +257,7 @@ def _fit_initial_values(
 
 
 def _out_of_fold_samples(
-    dataset: "Dataset", samples: Batch, learnt: LabelledSamples, fit: Regression, learns: Tensor
+    dataset: "Dataset", samples: Batch, regression_samples: LabelledSamples, fit: Regression, fit_mask: Tensor
 ) -> TreeSamples:
     """Return training samples for trees, with row scores and logits that were fitted without the sample.
 
@@ -266,17 +268,17 @@ def _out_of_fold_samples(
     Args:
         dataset: the dataset.
         samples: training samples.
-        learnt: the same samples as inputs for the regression.
+        regression_samples: the same samples as inputs for the regression.
         fit: the regression fitted to all samples.
-        learns: which samples may contribute to fits, bool [B].
+        fit_mask: which samples may contribute to fits, bool [B].
     """
     folds = torch.arange(len(samples)) % _FOLDS
     inputs, logits = [], []
     for fold in range(_FOLDS):
-        in_other_folds = learns & (folds != fold)
-        coefficients = refit_regression(fit, learnt.where(in_other_folds.numpy()))
+        in_other_folds = fit_mask & (folds != fold)
+        coefficients = refit_regression(fit, regression_samples.where(in_other_folds.numpy()))
         inputs.append(_tree_inputs(dataset, samples, _table_row_scores(dataset, samples, in_other_folds)))
-        logits.append(torch.from_numpy(learnt.inputs @ coefficients))
+        logits.append(torch.from_numpy(regression_samples.inputs @ coefficients))
     sample_indices = torch.arange(len(samples))
     return TreeSamples(
         torch.stack(inputs)[folds, sample_indices],
@@ -286,8 +288,8 @@ def _out_of_fold_samples(
     )
 
 
-def _table_row_scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> list[Tensor]:
-    """Compute the row scores of every table (see `row_scores`), from samples where ``learns`` [B] is True.
+def _table_row_scores(dataset: "Dataset", samples: Batch, fit_mask: Tensor) -> list[Tensor]:
+    """Compute the row scores of every table (see `row_scores`), from samples where ``fit_mask`` [B] is True.
 
     Hashed tables are left out.
     """
@@ -297,7 +299,7 @@ def _table_row_scores(dataset: "Dataset", samples: Batch, learns: Tensor) -> lis
             continue
         jagged = [samples.sparse[name] for name in table.feature_names]
         owners = torch.cat([torch.arange(len(samples)).repeat_interleave(bag.lengths()) for bag in jagged])
-        ids, counts = torch.cat([bag.values() for bag in jagged]), learns[owners]
+        ids, counts = torch.cat([bag.values() for bag in jagged]), fit_mask[owners]
         owners = owners[counts]
         scores = row_scores(ids[counts], samples.labels[owners], weights[owners], table.num_embeddings)
         table_scores.append(scores)
