@@ -146,7 +146,7 @@ def known(size: Size, effort: Effort, step_bar: float) -> tuple[dict[str, Timing
     for own, other in zip(rows[:2], ids[:2], strict=True):
         assert torch.equal(fixed.step(own), hashed.step(other)), "hashed and fixed tables differ"
     timings = measure({FIXED: in_turns(fixed.step, rows), HASHED: in_turns(hashed.step, ids)}, effort)
-    indexes = [table.slots for table in hashed.module.hashed_tables().values()]
+    indexes = [table.key_index for table in hashed.module.hashed_tables().values()]
     look_ups = {
         FIXED: in_turns(fixed.look_up, rows),
         HASHED: in_turns(hashed.look_up, ids),

@@ -3,7 +3,7 @@ import torch
 
 from meshrec.comms.mesh import Axis
 from meshrec.distributed.routing import Lookup, RankWork, Route, RoutedTable, Routing, Use
-from meshrec.distributed.row_stats import ColumnPeers, Touched
+from meshrec.distributed.row_stats import ColumnPeers, TouchedRows
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad, RowWiseRMSpropAR
@@ -42,7 +42,7 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
     for columns, slots in parts:
         slots += [slot.clone() if slot.dim() == 1 else slot[:, columns].clone() for slot in state]
         part = weight[:, columns].clone()
-        touched.append(Touched(rows, grad[:, columns], part[rows], [slot[rows] for slot in slots]))
+        touched.append(TouchedRows(rows, grad[:, columns], part[rows], [slot[rows] for slot in slots]))
     peers = ColumnPeers(routing(*HALVES), Axis(), [0])
     stats = peers.row_stats(touched, spec.code, [hyper, hyper])
     whole = weight.clone()

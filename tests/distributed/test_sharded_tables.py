@@ -121,7 +121,7 @@ def broken_wire(update):
         *(
             slot
             for part in (sharded.tables.split, sharded.tables.local)
-            for s in part.held.state
+            for s in part.shards.state
             for slot in s
         ),
     ]

@@ -13,7 +13,7 @@ from meshrec.modules import table_lookup
 from meshrec.optim import RowWiseAdagrad
 from meshrec.pipeline.in_flight import LookupInFlight
 from meshrec.tables.dense.rows import DenseRows
-from meshrec.tables.index import KeyReader, Resolved, replace_ids_by_slots
+from meshrec.tables.index import FeatureRows, Resolved, replace_ids_by_slots
 
 ROWS = 5
 
@@ -116,7 +116,7 @@ def test_slots_of_features_of_several_blocks():
     """Two blocks of two features; only the second has an index."""
     values = torch.tensor([7, 8, 9, 6, 5])
     found, _ = replace_ids_by_slots(
-        values, [0, 1, 3, 4, 5], {1: KeyReader([Modulo(0)], 1)}, num_keys=2, train=False
+        values, [0, 1, 3, 4, 5], {1: FeatureRows([Modulo(0)], 1)}, num_keys=2, train=False
     )
     assert found.tolist() == [7, 4, 0, 6, 1]
 

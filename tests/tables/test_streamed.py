@@ -55,13 +55,13 @@ class DictTable:
         self.rectangle, self.parts, self.index = rectangle, parts_of(storage, spec), self
         c0, c1 = rectangle.columns
         row = [torch.zeros(1, c1 - c0, dtype=storage.dtype), *storage.new_state(spec, 1, c1 - c0, device)]
-        self._grown = GrowingRows(row, max_rows=1 << 30, name="a table")
-        self.rows, *self.state = self._grown.tensors
+        self._growing_rows = GrowingRows(row, max_rows=1 << 30, name="a table")
+        self.rows, *self.state = self._growing_rows.tensors
         self._start = {part.name: tensor[0].clone() for part, tensor in zip(self.parts, row, strict=True)}
         self._side, self._slots, self._pins = {}, {}, Counter()
 
     def _memory(self):
-        return zip(self.parts, self._grown.tensors, strict=True)
+        return zip(self.parts, self._growing_rows.tensors, strict=True)
 
     def resolve(self, keys, *, train):
         self._write_back()
@@ -71,7 +71,7 @@ class DictTable:
         for key in keys.unique().tolist():
             if key not in self._slots:
                 self._slots[key] = slot = next(free)
-                self._grown.grow(slot + 1)
+                self._growing_rows.grow(slot + 1)
                 for part, tensor in self._memory():
                     tensor[slot] = self._side.get(key, self._start)[part.name]
         slots, pin = torch.tensor([self._slots[key] for key in keys.tolist()], dtype=torch.int64), Pin()

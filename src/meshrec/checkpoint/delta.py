@@ -45,7 +45,7 @@ class RowTracker:
         # Kept to notice resharding, which replaces a module's tables; see `_check`.
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
-            path: TouchedRows(module.tables, module.built.fused, self._next_mark)
+            path: TouchedRows(module.tables, module.built.fused, self._current_update)
             for path, module in self._modules.items()
         }
         # Largest number returned by `step` until now.
@@ -128,7 +128,7 @@ class RowTracker:
         """Return the largest optimizer step over all tables, or 0 without tables."""
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
-    def _next_mark(self) -> int:
+    def _current_update(self) -> int:
         """Return the number of the update in progress, to be recorded for the rows it changes.
 
         The number is greater than every value returned by ``step``.
@@ -230,14 +230,14 @@ def _hashed_rows(
         r = rows.rectangle
         if extra_ids is not None:
             # `mix` hashes IDs to keys. Keep the IDs whose keys belong to this rectangle.
-            owed = mix(extra_ids, rows.storage.keys.seed)
-            owed = owed[in_span(owed, (r.r0, r.r1))]
-            alive = is_alive(rows, owed)
+            extra_keys = mix(extra_ids, rows.storage.keys.seed)
+            extra_keys = extra_keys[in_span(extra_keys, (r.r0, r.r1))]
+            alive = is_alive(rows, extra_keys)
             keys, evicted_keys = (
-                torch.cat([keys, owed[alive]]).unique(),
-                torch.cat([evicted_keys, owed[~alive]]),
+                torch.cat([keys, extra_keys[alive]]).unique(),
+                torch.cat([evicted_keys, extra_keys[~alive]]),
             )
-        weights = rows.gather_parts(rows.slots.find(keys), r.columns, ["weight"])["weight"]
+        weights = rows.gather_parts(rows.key_index.find(keys), r.columns, ["weight"])["weight"]
         pieces.append((rows.ids_of(keys), r.c0, r.c1, weights))
         evicted.append(rows.ids_of(evicted_keys))
     return _LocalRows(pieces, torch.cat(evicted))

@@ -68,7 +68,7 @@ def create_admissions(
     """
     # Split tables first, then data-parallel tables, as ``replicated`` indexes the pair.
     pair: list[AdmissionEviction | None] = []
-    for replicated, held in ((False, split), (True, local)):
+    for replicated, shards in ((False, split), (True, local)):
         if env.devices and not replicated:  # tables over several devices are for inference only
             pair.append(None)
             continue
@@ -78,7 +78,7 @@ def create_admissions(
             if is_growable(storage) and routing.replicated[t] == replicated
         }
         # Rectangle numbers are indices in this flat list. Gradients and lookups use the same numbers.
-        tables = [table for shard in held.held for table in shard.tables]
+        tables = [table for shard in shards.shards for table in shard.tables]
         rectangles = {i: table for i, table in enumerate(tables) if has_growable_rows(table)}
         # Data-parallel tables get the same updates on all ranks, so all ranks select the same IDs without
         # communication.

@@ -290,12 +290,12 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         storage, size = blueprint.storages[t], (table.num_rows, table.dim)
         if env.devices and not routing.replicated[t]:
             # One process plays all ranks: the module gets every shard and trains none.
-            local = [shard for held in contents.split if (shard := held.of_table(t)) is not None]
+            local = [s for rank_shards in contents.split if (s := rank_shards.of_table(t)) is not None]
             shards[table.name] = TableModule(table.name, size, storage, None, shards=local)
             continue
         # Data-parallel tables have no mesh: every rank's state dict contains the whole table.
-        held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
-        shard = held.of_table(t)
+        mesh = None if routing.replicated[t] else env.shard_mesh
+        shard = (contents.local if routing.replicated[t] else contents.split[0]).of_table(t)
         weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
         # How the table's state dict tensors are created; None if this rank has the whole table.
         split: TableSplit | None = None if mesh is None else FixedSplit(owners[t], mesh)
@@ -517,7 +517,7 @@ def _allocate(
         device: device for the memory.
         seed: seed for initial rows in tables on the ``meta`` device.
     """
-    held = allocate(
+    shards = allocate(
         rectangles,
         [source.table.name for source in sources],
         [source.storage for source in sources],
@@ -525,12 +525,12 @@ def _allocate(
         [source.weight.requires_grad for source in sources],
         device=device,
     )
-    for shard in held.held:
+    for shard in shards.shards:
         for table in shard.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
             first = functools.partial(_initial_blocks, table.rectangle, source, rule, seed)
             initialize_rows(table, first, lazily=source.weight.is_meta)
-    return held
+    return shards
 
 
 def _initial_blocks(
@@ -589,9 +589,9 @@ def _initial_blocks(
         yield block(first, first + len(rows), tensors, slice(None))
 
 
-def _broadcast_weights(held: LocalShards, axis: Axis) -> None:
-    """Overwrite the weights in ``held`` by the weights on the axis's first rank. Collective."""
-    for shard in held.held:
+def _broadcast_weights(shards: LocalShards, axis: Axis) -> None:
+    """Overwrite the weights in ``shards`` by the weights on the axis's first rank. Collective."""
+    for shard in shards.shards:
         # Only fixed tables have rows in the parameter.
         if shard.is_fixed:
             broadcast(shard.parameter.detach(), axis, "first weights")

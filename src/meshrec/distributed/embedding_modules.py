@@ -107,7 +107,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
             Lazy result, which waits for the embeddings at first use.
         """
         # Bind the current tables, because ``rebuild`` may replace ``self.tables`` before the first use.
-        return LazyAwaitable(partial(self._finished, self.tables, batch, link))
+        return LazyAwaitable(partial(self._to_output, self.tables, batch, link))
 
     # The names of the next three properties are TorchRec's. They only describe the module when printed.
     @property
@@ -125,7 +125,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     # Waits for the embeddings of a batch that was looked up in ``tables``, and returns them in the module's
     # output type.
     @abstractmethod
-    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...
+    def _to_output(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...
 
     @property
     def num_clamped_ids(self) -> int:
@@ -167,7 +167,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
         """Return whether IDs have per-sample weights, which multiply the rows before pooling."""
         return self._is_weighted
 
-    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> KeyedTensor:
+    def _to_output(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> KeyedTensor:
         values = tables.finish(batch, link).to(dtype=self._dtype)
         return KeyedTensor(self._names, self._dims, values, offset_per_key=self._offsets)
 
@@ -189,7 +189,7 @@ class ShardedEmbeddingCollection(_ShardedCollection[dict[str, JaggedTensor]]):
         """Return the configs of the tables, with their unsharded sizes."""
         return self._configs
 
-    def _finished(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> dict[str, JaggedTensor]:
+    def _to_output(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> dict[str, JaggedTensor]:
         source, order = batch.source, tables.uses_in_order
         bounds = source.bag_bounds()
         routes, uses = tables.routing.first_columns

@@ -38,7 +38,7 @@ def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
     # A rank without tables has no parameter from which to read the device.
     if part.is_empty:
         return ids
-    device = part.held.parameters[0].device
+    device = part.shards.parameters[0].device
     weights = None if ids.weights is None else ids.weights.to(device)
     return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
 

@@ -15,7 +15,7 @@ from meshrec.distributed.routing import RankWork, Route, Routing
 from meshrec.ops import tbe
 from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
-from meshrec.tables.index import Index, KeyReader, replace_ids_by_slots
+from meshrec.tables.index import FeatureRows, Index, replace_ids_by_slots
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.storage import RowStorage, lookup_function
@@ -51,7 +51,7 @@ class LookupTables:
     Args:
         routing: the compiled plan.
         work: routes and lookups on this rank.
-        held: memory with the rows of the rectangles.
+        shards: memory with the rows of the rectangles.
         sequence: whether the result has a row per ID instead of a pooled row per bag.
         out_dtype: output dtype.
         routes: if ``work`` has only some of the routes in a message, their positions in the message. None:
@@ -62,7 +62,7 @@ class LookupTables:
         self,
         routing: Routing,
         work: RankWork,
-        held: LocalShards | FetchedRows,
+        shards: LocalShards | FetchedRows,
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
@@ -74,11 +74,11 @@ class LookupTables:
         # Results of ``without``, by table numbers, for the lifetime of this object.
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.sequence = work, sequence
-        self.held = cast(LocalShards, held)  # FetchedRows has all attributes needed by lookups
+        self.shards = cast(LocalShards, shards)  # FetchedRows has all attributes needed by lookups
         # Packed parameters may get other memory, so only the unpacked weights are listed in advance.
-        self._plain = None if held.is_packed else list(held.weights)
+        self._plain = None if shards.is_packed else list(shards.weights)
         # Depends on how rows are stored, for example as floating-point values or as quantized codes.
-        self._look_up = lookup_function(held.storages)
+        self._look_up = lookup_function(shards.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         # Values in a pooled output row.
@@ -95,13 +95,13 @@ class LookupTables:
             [lookup.rectangle for lookup in work.lookups],
             [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
-        indexes, rectangles = held.indexes, work.rectangles
+        indexes, rectangles = shards.indexes, work.rectangles
         # Indexes, which map keys to slots, by route. A route with several indexed rectangles (column shards)
         # reads all their indexes.
-        self._readers: dict[int, KeyReader] = {}
+        self._readers: dict[int, FeatureRows] = {}
         for lookup in work.lookups:
             if lookup.rectangle in indexes:
-                before = self._readers.get(lookup.route, KeyReader([], rectangles[lookup.rectangle].r0))
+                before = self._readers.get(lookup.route, FeatureRows([], rectangles[lookup.rectangle].r0))
                 self._readers[lookup.route] = before._replace(
                     indexes=[*before.indexes, indexes[lookup.rectangle]]
                 )
@@ -113,7 +113,7 @@ class LookupTables:
     @property
     def weights(self) -> Sequence[Tensor]:
         """Memory with the rows of every rectangle, as the kernels read them."""
-        return self.held.weights
+        return self.shards.weights
 
     def table_of(self, route: Route) -> int:
         """Return the number of the table in which a route's IDs are looked up."""
@@ -134,7 +134,7 @@ class LookupTables:
             self._parts[tables] = LookupTables(
                 self._routing,
                 work,
-                self.held,
+                self.shards,
                 sequence=self.sequence,
                 out_dtype=self._out_dtype,
                 routes=routes,

@@ -104,7 +104,7 @@ class NodeRows:
         routing: the plan, compiled for all ranks.
         inside: routing inside the node, from `inside_node`.
         env: the ranks.
-        held: memory with this rank's rectangles.
+        shards: memory with this rank's rectangles.
         wires: encodings for embeddings and gradients in messages between nodes, by table number.
         clock: returns the table update count so far, which seeds stochastic rounding.
 
@@ -117,7 +117,7 @@ class NodeRows:
         routing: Routing,
         inside: Routing,
         env: ShardingEnv,
-        held: LocalShards,
+        shards: LocalShards,
         *,
         wires: Sequence[WireFormats],
         clock: Callable[[], int],
@@ -148,7 +148,7 @@ class NodeRows:
         self._tables = LookupTables(
             routing,
             self._local_owner.work,
-            held,
+            shards,
             sequence=True,
             out_dtype=self.codecs.forward.encoding.kernel_dtype,
         )

@@ -360,7 +360,7 @@ class PooledOutput:
         Returns:
             The running collective, for ``receive_rows``.
         """
-        return self._hops[0].send(out, *self._rows(batch)[0], "embeddings")
+        return self._hops[0].send(out, *self._message_sizes(batch)[0], "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, batch: LookupBatch) -> Tensor:
         """Wait for the rows, and add them up. With two hops, also run the second hop. Collective.
@@ -375,7 +375,7 @@ class PooledOutput:
         """
         source = batch.source
         if len(self._hops) == 2:
-            (_, num_rows), (rows_sent, _) = self._rows(batch)
+            (_, num_rows), (rows_sent, _) = self._message_sizes(batch)
             first, second = self._hops
             rows = first.gather(in_flight, None, num_rows, None)
             # The sums from the first hop are fp32. The second hop sends another dtype.
@@ -395,7 +395,7 @@ class PooledOutput:
             The running collective, for ``receive_gradient``, and the gradient for the columns from
             data-parallel tables, [B, columns].
         """
-        source, rows = batch.source, self._rows(batch)
+        source, sizes = batch.source, self._message_sizes(batch)
         sent, local = self._hops[-1].scatter(grad, source, scale)
         # Bag names by use. Computed once, although several columns may need them.
         names: dict[int, Tensor] = {}
@@ -408,20 +408,20 @@ class PooledOutput:
         if len(self._hops) == 2:
             first, second = self._hops
             # The reverse order of the forward pass: first between nodes, then inside the node.
-            received = second.send_back(sent, *rows[1], "gradients between nodes", names=names_of)
-            node_grad = second.gradient(received, rows[1][0])
-            node_grad = node_grad.view(rows[0][1], first.out_dim)  # no -1: a node may hold nothing
+            received = second.send_back(sent, *sizes[1], "gradients between nodes", names=names_of)
+            node_grad = second.gradient(received, sizes[1][0])
+            node_grad = node_grad.view(sizes[0][1], first.out_dim)  # no -1: a node may hold nothing
             # The gradient was scaled and divided by bag lengths in the second hop already.
             sent, _ = first.scatter(node_grad, None, 1.0)
-            return first.send_back(sent, *rows[0], "gradients of embeddings"), local
+            return first.send_back(sent, *sizes[0], "gradients of embeddings"), local
         hop = self._hops[0]
-        return hop.send_back(sent, *rows[0], "gradients of embeddings", names=names_of), local
+        return hop.send_back(sent, *sizes[0], "gradients of embeddings", names=names_of), local
 
     def receive_gradient(self, in_flight: InFlight, batch: LookupBatch) -> Tensor:
         """Wait for the gradients for the rows which ``send_rows`` has sent, and return them, fp32, flat."""
         return self._hops[0].gradient(in_flight, batch.batches)
 
-    def _rows(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
+    def _message_sizes(self, batch: LookupBatch) -> list[tuple[list[int], int]]:
         """Return the message sizes for every hop.
 
         Returns:

@@ -120,7 +120,7 @@ class Replicas:
             if rectangle.table in summed:
                 shape = (rectangle.r1 - rectangle.r0, rectangle.c1 - rectangle.c0)
                 summed[rectangle.table] += reduce_bytes([shape], num_ranks)
-        indexed = {work.rectangles[i].table for i in self._tables.held.indexes}
+        indexed = {work.rectangles[i].table for i in self._tables.shards.indexes}
         return frozenset(
             table for table in gathered if summed[table] < gathered[table] and table not in indexed
         )

@@ -18,7 +18,7 @@ from meshrec.distributed.routing import Routing
 from meshrec.ops.tbe.formulas import Formula, Hyper, Rows, RowSum, formula_of
 from meshrec.tables.optimizer import UpdateRule
 from meshrec.tables.table import Rectangle
-from meshrec.tables.updates import Touched
+from meshrec.tables.updates import TouchedRows
 
 # U: touched rows, D: columns in the rectangle
 
@@ -111,7 +111,9 @@ class ColumnPeers:
             means = [total / dim for total, dim in zip(sums, row_dims, strict=True)]
             return torch.cat([squares[:0], *means])  # the list may be empty, which torch.cat rejects
 
-    def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+    def row_stats(
+        self, touched: Sequence[TouchedRows], optimizer: int, hyper: Sequence[Hyper]
+    ) -> list[Tensor]:
         """Return sums over whole rows for the op ``tbe_update``, its argument ``row_stats``. Collective.
 
         Args:
@@ -126,7 +128,9 @@ class ColumnPeers:
         with phase("row_stats") if recorders else OFF:
             return self._row_stats(touched, optimizer, hyper)
 
-    def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+    def _row_stats(
+        self, touched: Sequence[TouchedRows], optimizer: int, hyper: Sequence[Hyper]
+    ) -> list[Tensor]:
         """Compute `row_stats`, in as many exchange rounds as the optimizer needs."""
         formula = formula_of(optimizer)
         whole = [rows.grad.new_zeros(rows.grad.shape[0], len(RowSum)) for rows in touched]
@@ -199,7 +203,7 @@ def _exchange_rounds(formula: Formula) -> list[list[int]]:
     return [[*first]]
 
 
-def _local_sum(which: int, formula: Formula, touched: Touched, h: Hyper, sums_so_far: Tensor) -> Tensor:
+def _local_sum(which: int, formula: Formula, touched: TouchedRows, h: Hyper, sums_so_far: Tensor) -> Tensor:
     """Return a sum of squares over a rectangle's columns, for every touched row, [U].
 
     Args:

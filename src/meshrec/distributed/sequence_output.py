@@ -55,19 +55,19 @@ class SequenceOutput:
         self._all_routes: list[Route] = [route for work in routing.work for route in work.routes]
         all_columns = [_single_columns(codecs, routing, rank) for rank in range(env.shard.size)]
         # (route, columns of embeddings, columns of gradients) for this rank's lookups, and for all ranks'.
-        self._local = [
+        self._local_lookups = [
             (lookup.route, *pair)
             for lookup, pair in zip(local_work.lookups, all_columns[env.shard.rank], strict=True)
         ]
         flat = [pair for of_rank in all_columns for pair in of_rank]
-        self._all = [(route, *pair) for (route, *_), pair in zip(lookups, flat, strict=True)]
+        self._all_lookups = [(route, *pair) for (route, *_), pair in zip(lookups, flat, strict=True)]
         # Index 0 for embeddings, index 1 for gradients.
         self._directions = [
             _Direction(
                 codec,
                 codec.encodes(env.shard),
-                _units_per_route(codec, number, self._local, len(local_work.routes)),
-                _units_per_route(codec, number, self._all, first_route),
+                _units_per_route(codec, number, self._local_lookups, len(local_work.routes)),
+                _units_per_route(codec, number, self._all_lookups, first_route),
             )
             for number, codec in enumerate(codecs)
         ]
@@ -114,7 +114,7 @@ class SequenceOutput:
         received, direction = in_flight.wait(), self._directions[0]
         if direction.encodes:
             received = direction.codec.decode(received, self._all_blocks(batch, FORWARD))
-        rows: Tensor = operators.gather_sequence(received, *self._ids(batch))
+        rows: Tensor = operators.gather_sequence(received, *self._op_arguments(batch))
         return rows if local is None else torch.cat([rows, local])
 
     def send_gradient(self, grad: Tensor, batch: LookupBatch, scale: float) -> tuple[InFlight, Tensor]:
@@ -135,7 +135,7 @@ class SequenceOutput:
         if not direction.codec.encoding.is_cast:
             split = int((batch.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
         sent = operators.scatter_sequence(
-            grad[:split], *self._ids(batch), scale, direction.codec.encoding.kernel_dtype
+            grad[:split], *self._op_arguments(batch), scale, direction.codec.encoding.kernel_dtype
         )
         if direction.encodes:
             sent = direction.codec.encode(
@@ -151,7 +151,7 @@ class SequenceOutput:
             message = direction.codec.decode(message, self._local_blocks(batch, BACKWARD))
         return message.float()
 
-    def _ids(self, batch: LookupBatch) -> tuple[object, ...]:
+    def _op_arguments(self, batch: LookupBatch) -> tuple[object, ...]:
         """Return the op arguments which describe the batch's IDs and the routes they have taken."""
         source = batch.source
         return (
@@ -200,7 +200,7 @@ class SequenceOutput:
             direction: FORWARD for embeddings, BACKWARD for gradients.
         """
         counts_RQ = self._local_counts(batch).tolist()
-        return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local]
+        return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local_lookups]
 
     def _all_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
         """Return the row count and columns in every part of the messages with rows looked up for this rank.
@@ -212,7 +212,7 @@ class SequenceOutput:
             direction: FORWARD for embeddings, BACKWARD for gradients.
         """
         counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
-        return [Block(counts[q], pair[direction], key) for q, *pair in self._all]
+        return [Block(counts[q], pair[direction], key) for q, *pair in self._all_lookups]
 
     def _keys(self, batch: LookupBatch) -> Tensor:
         """Return the ID for every row in ``_local_blocks``, int64. The IDs seed stochastic rounding."""
@@ -222,13 +222,13 @@ class SequenceOutput:
         parts = [
             batch.keys[starts[first + q] : starts[first + q + 1]].long() + self._local_routes[q].r0
             for first in range(0, len(starts) - 1, max(num_routes, 1))
-            for q, *_ in self._local
+            for q, *_ in self._local_lookups
         ]
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
         """Return the ID for every row in the part with index ``block`` of ``_all_blocks``, int64."""
-        use, r0, r1 = self._all_routes[self._all[block][0]]
+        use, r0, r1 = self._all_routes[self._all_lookups[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
         # IDs of the use's feature: ``values[first:end]``.

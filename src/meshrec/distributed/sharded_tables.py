@@ -93,7 +93,7 @@ class ShardedTables:
     Args:
         routing: the compiled plan.
         env: the ranks.
-        held: split table shards, in the order of ``routing.work[rank].rectangles``. Usually a single
+        split_shards: split table shards, in the order of ``routing.work[rank].rectangles``. Usually a single
             entry with this rank's shards; with ``env.devices``, an entry for every rank on the shard axis.
         local: this rank's copies of the data-parallel tables.
         fused: tables with a fused optimizer, by table number. Other tables get ordinary gradients.
@@ -111,7 +111,7 @@ class ShardedTables:
         self,
         routing: Routing,
         env: ShardingEnv,
-        held: Sequence[LocalShards],
+        split_shards: Sequence[LocalShards],
         local: LocalShards,
         *,
         fused: Mapping[int, FusedTable],
@@ -127,27 +127,27 @@ class ShardedTables:
         self._fused = list(fused.values())
         wires = [wire.for_table(table.name) for table in routing.tables]
         # ``here`` and ``ranks``: routing and ranks for the exchange of IDs and embeddings.
-        split, here, ranks = held[0], routing, env
-        self._nodes, looked_up = None, list[LocalShards | FetchedRows](held)
+        split, here, ranks = split_shards[0], routing, env
+        self._node_rows, looked_up = None, list[LocalShards | FetchedRows](split_shards)
         # Only traffic between nodes is encoded; inside a node everything stays fp32.
         if inside is not None:
             here, ranks = inside
-            self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
-            wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
+            self._node_rows = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
+            wires, looked_up = [FULL_PRECISION] * len(wires), [self._node_rows.fetched]
         codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
-        self.feedback = (codecs if self._nodes is None else self._nodes.codecs).backward.feedback
+        self.feedback = (codecs if self._node_rows is None else self._node_rows.codecs).backward.feedback
         """Rounding errors in the gradients this rank has sent; None if no wire format uses error feedback."""
         out_dtype = codecs.forward.encoding.kernel_dtype
         works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         # Split tables of every rank for which this process acts.
-        self._played = [
+        self._rank_tables = [
             LookupTables(here, work, shards, sequence=sequence, out_dtype=out_dtype)
             for work, shards in zip(works, looked_up, strict=True)
         ]
-        self.split = self._played[0]
+        self.split = self._rank_tables[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        has_index = any(part.held.indexes for part in self._played)
-        self.needs_resolve = bool(has_index or local.indexes or self._nodes)
+        has_index = any(part.shards.indexes for part in self._rank_tables)
+        self.needs_resolve = bool(has_index or local.indexes or self._node_rows)
         """Whether the stage ``RESOLVED`` has work: some table has an index from keys to slots, or nodes
         exchange rows.
         """
@@ -288,7 +288,7 @@ class ShardedTables:
         batch.message, batch.in_flight = PackedIds(batch.in_flight.wait(), *batch.message[1:]), None
         messages = split_message(batch) if self._env.devices else [batch.message]
         batch.ids = []
-        for part, message in zip(self._played, messages, strict=True):
+        for part, message in zip(self._rank_tables, messages, strict=True):
             unpacked = self._input.unpack(message, self._blocks, len(part.work.routes))
             batch.ids.append(copy_ids(part, unpacked) if batch.ids else unpacked)
         batch.local_ids = None
@@ -302,16 +302,16 @@ class ShardedTables:
         """Stage ``RESOLVED``: replace keys by slots in tables with an index, or request rows from nodes."""
         with phase("lookup") if recorders else OFF:
             # With an exchange of rows between nodes, the owners resolve keys, see `NodeRows.request_rows`.
-            if self._nodes is None:
+            if self._node_rows is None:
                 batch.ids = [
                     part.resolve(ids, train=batch.trains)
-                    for part, ids in zip(self._played, batch.ids, strict=True)
+                    for part, ids in zip(self._rank_tables, batch.ids, strict=True)
                 ]
             if batch.local_ids is not None:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=batch.trains)
-        if self._nodes is not None:
+        if self._node_rows is not None:
             with phase("ids") if recorders else OFF:
-                batch.fetch = self._nodes.request_rows(batch.ids[0], train=batch.trains)
+                batch.fetch = self._node_rows.request_rows(batch.ids[0], train=batch.trains)
             # From now on, IDs are positions among the distinct IDs, whose rows will be fetched.
             batch.ids = [batch.fetch.slots]
 
@@ -367,13 +367,13 @@ class ShardedTables:
         """
         # Count writes before rows are read, so that ``send_grad`` notices any later write.
         batch.foreign_writes = self._writes.foreign_writes() if batch.trains else ()
-        if self._nodes is not None:
+        if self._node_rows is not None:
             assert batch.fetch is not None
-            batch.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
+            batch.fetched = self._node_rows.fetched.weights = self._node_rows.look_up(batch.fetch)
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(batch.ids[0], sum(batch.block_sizes))
-            if len(self._played) > 1:
-                rows = look_up_other_ranks(rows, self._played, batch.ids)
+            if len(self._rank_tables) > 1:
+                rows = look_up_other_ranks(rows, self._rank_tables, batch.ids)
         with phase("output") if recorders else OFF:
             batch.in_flight = self._output.send_rows(rows, batch)
         # Data-parallel tables are looked up while the embeddings travel.
@@ -453,12 +453,12 @@ class ShardedTables:
         with phase("gradient") if recorders else OFF:
             split_grad = self._output.receive_gradient(batch.in_flight, batch)
             batch.in_flight, sample_grad = None, None
-            if self._nodes is not None:
+            if self._node_rows is not None:
                 # Another batch may have replaced the fetched rows since this batch's forward pass.
-                self._nodes.fetched.weights, batch.fetched = batch.fetched, ()
+                self._node_rows.fetched.weights, batch.fetched = batch.fetched, ()
             if batch.needs_weight_grads:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
-        if self._nodes is not None:
+        if self._node_rows is not None:
             split = self._gradient_from_nodes(batch, split_grad)
         # Without a replicate axis, the gradients of all ranks have arrived already.
         elif self._replicas is None:
@@ -470,7 +470,7 @@ class ShardedTables:
             # The gradients may touch rows looked up only by other replicas, which are not in memory yet.
             self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
-            self._collect(gradients)
+            self._store_gradients(gradients)
             grads = [
                 grad
                 for updates, gradient in zip(self._updates, gradients, strict=False)
@@ -526,18 +526,18 @@ class ShardedTables:
             batch: the batch.
             grad: gradient for the output pooled from the fetched rows.
         """
-        assert self._nodes is not None
+        assert self._node_rows is not None
         assert batch.fetch is not None
         with phase("gradient") if recorders else OFF:
             ids, every = batch.fetch.slots, list(range(len(self.split.work.rectangles)))
             by_row = self.split.sparse_grads(self.split.output_shaped(grad, ids), ids, every)
-            return self._nodes.return_gradients(batch.fetch, by_row)
+            return self._node_rows.return_gradients(batch.fetch, by_row)
 
     def _step(self) -> int:
         """Return the table update count so far; 0 if no table has a fused optimizer."""
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
-    def _collect(self, gradients: Sequence[TableGradient]) -> None:
+    def _store_gradients(self, gradients: Sequence[TableGradient]) -> None:
         """Store gradients for tables with ``update="on_step"``, and set the signal. Collective."""
         if self.collected is None:
             return

@@ -48,7 +48,7 @@ class FixedSplit:
         tensors = [table.tensors() for table in module.tables]
         size = (module.num_rows, column(module.dim))
         return {
-            part.name: self._joined(
+            part.name: self._split_tensor(
                 module,
                 [parts[part.name] for parts in tensors],
                 torch.empty(0, dtype=part.dtype, device=device),
@@ -70,7 +70,7 @@ class FixedSplit:
         # Not detached, because pickle stores a tensor object once, but two tensors with shared memory twice.
         parts = [table.tensors()[slot.name] for table in module.tables]
         like = torch.empty(0, device=module.weight.device)
-        return self._joined(module, parts, like, slot.shape(module.num_rows, module.dim), int)
+        return self._split_tensor(module, parts, like, slot.shape(module.num_rows, module.dim), int)
 
     def any_rank(self, condition: bool) -> bool:
         """Return ``condition`` unchanged, because loading a fixed table needs no communication."""
@@ -79,7 +79,7 @@ class FixedSplit:
     def rows_loaded(self) -> None:
         """Called after rows were loaded. Does nothing, because other ranks need not know about them."""
 
-    def _joined(
+    def _split_tensor(
         self,
         module: TableModule,
         parts: Sequence[Tensor],
@@ -195,7 +195,7 @@ class GrowableSplit:
                 per_row: whether the part has a value per row.
             """
             parts = [tensor[name] for tensor in tensors]
-            return self._joined(module, parts, positions, dtype, per_row=per_row)
+            return self._split_tensor(module, parts, positions, dtype, per_row=per_row)
 
         return joined
 
@@ -220,7 +220,7 @@ class GrowableSplit:
             all_reduce(sizes, self._axis, "waiting IDs")
         positions = self._positions(sizes.tolist())
         return {
-            name: self._joined(
+            name: self._split_tensor(
                 module, [parts[name] for parts in counts], positions, torch.int64, per_row=True
             )
             for name in WAITING
@@ -240,7 +240,7 @@ class GrowableSplit:
         position = dict(zip(edges, accumulate(counts, initial=0), strict=True))
         return lambda rectangle: (position[rectangle.r0], position[rectangle.r1])
 
-    def _joined(
+    def _split_tensor(
         self,
         module: TableModule,
         parts: Sequence[Tensor],

@@ -119,7 +119,7 @@ class TouchedRows:
         self._marks: list[list[_FixedMarks | _HashedMarks]] = [
             [
                 _HashedMarks(table) if has_growable_rows(table) else _FixedMarks(table)
-                for shard in part.held.held
+                for shard in part.shards.shards
                 for table in shard.tables
             ]
             for part in (tables.split, tables.local)
@@ -182,7 +182,7 @@ class TouchedRows:
 
 def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
     """Return whether every key has a row now, bool [N]."""
-    slots = table.slots.find(keys)
+    slots = table.key_index.find(keys)
     is_present = slots >= 0
     is_present[is_present.clone()] = table.memory[ALIVE][slots[is_present]]
     return is_present

@@ -30,7 +30,7 @@ from meshrec.tables.cached.rows import FileBackedRows
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed.table import HashedRows, HashedTable
-from meshrec.tables.index import Index, KeyReader, pin, pins_of, replace_ids_by_slots
+from meshrec.tables.index import FeatureRows, Index, pin, pins_of, replace_ids_by_slots
 from meshrec.tables.storage import RowStorage, lookup_function
 
 # Shape legend: F features in table order, B samples, N IDs, D width.
@@ -227,7 +227,7 @@ class TableLookup:
             result: Tensor = tbe.fused_forward(weights, lookups, updater, autograd_tables, options)
             return result
         if hashed and self._can_probe_in_kernel(hashed):
-            indexes = {t: (table.slots, table.storage.keys.seed) for t, table in hashed.items()}
+            indexes = {t: (table.key_index, table.storage.keys.seed) for t, table in hashed.items()}
             output = keyed.hashed_forward(self._bits, indexes, weights, lookups, options)
             # None: some ID has no slot, or an index is not a compiled one.
             if output is not None:
@@ -272,14 +272,14 @@ class TableLookup:
         """
         num_keys = lookups.num_keys
         readers = {
-            key: KeyReader([indexes[table]], 0, seeds.get(table))
+            key: FeatureRows([indexes[table]], 0, seeds.get(table))
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
             if table in indexes
         }
         bounds = key_bounds(lookups.offsets, lookups.segments, num_keys)
         train = torch.is_grad_enabled()
         values, pins = replace_ids_by_slots(
-            lookups.values, bounds, readers, num_keys=num_keys, train=train, at_once=not train
+            lookups.values, bounds, readers, num_keys=num_keys, train=train, used_immediately=not train
         )
         # Pins live as long as the values tensor. Eviction must not reuse a slot that a backward still needs.
         pin(values, [*pins_of(lookups.values), *pins])

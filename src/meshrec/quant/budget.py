@@ -133,8 +133,8 @@ class _Search:
     def run(self) -> Choice:
         """Run the search; see the module docstring."""
         # Start from fp16 in all tables if this is within the budget, otherwise from fp32.
-        halves = self._measure(dict.fromkeys(self._num_bytes, FP16))
-        first = FP16 if self._relative_rise(halves).bound <= self._budget else FP32
+        fp16_changes = self._measure(dict.fromkeys(self._num_bytes, FP16))
+        first = FP16 if self._relative_rise(fp16_changes).bound <= self._budget else FP32
         changes = {name: self._changes_of(name) for name in self._num_bytes}
         rises = {
             name: {data_type: self._relative_rise(c) for data_type, c in table_changes.items()}
@@ -146,7 +146,7 @@ class _Search:
                 # quantization step.
                 table_changes[INT8] = table_changes[INT4] / _STEPS
             table_changes[first] = torch.zeros(())
-        common = halves if first is FP16 else torch.zeros_like(halves)
+        common = fp16_changes if first is FP16 else torch.zeros_like(fp16_changes)
         types = dict.fromkeys(self._num_bytes, first)
         self._shrink(types, changes, common)
         rise = Rise(0.0, 0.0)

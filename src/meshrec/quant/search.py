@@ -15,7 +15,7 @@ from meshrec.ops.nbit.naive import split_rows
 # Shape legend: D width.
 
 _SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)  # starting ranges, relative to the range from minimum to maximum
-_TURNS = 4  # alternations per starting range; more gain little
+_ITERATIONS = 4  # alternations per starting range; more gain little
 
 
 def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
@@ -37,7 +37,7 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
     middle = bias + scale * top / 2
     for shrink in _SHRINKS:
         params = _to_half(scale * shrink, middle - scale * shrink * top / 2)
-        for _ in range(_TURNS):
+        for _ in range(_ITERATIONS):
             error = _error(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)

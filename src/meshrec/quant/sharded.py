@@ -101,7 +101,7 @@ class _QuantizedTables:
             _storage(types[table.name], storage)
             for table, storage in zip(built.routing.tables, built.storages, strict=True)
         ]
-        split, local = built.tables.split.held, built.tables.local.held
+        split, local = built.tables.split.shards, built.tables.local.shards
         # Scale and bias belong to whole rows, so if columns are split, the ranks must agree on them first.
         # All ranks treat the same tables in the same order, because the treatment is collective.
         cut = [t for t, is_cut in enumerate(_cut_by_columns(built.routing)) if is_cut]
@@ -122,18 +122,18 @@ class _QuantizedTables:
         with together(built.env.world, _NAME):
             self.split, self.local = self._convert(split, params), self._convert(local, {})
 
-    def _params_of_whole_rows(self, held: LocalShards, table: int) -> Tensor:
+    def _params_of_whole_rows(self, shards: LocalShards, table: int) -> Tensor:
         """Compute scale and bias for whole rows in a fixed table, from the columns on all ranks. Collective.
 
         Args:
-            held: original shards.
+            shards: original shards.
             table: table number.
 
         Returns:
             Scale and bias of every row in the table, fp16 [rows, 2].
         """
         env, num_rows = self._built.env, self._built.routing.tables[table].num_rows
-        here = held.of_table(table)
+        here = shards.of_table(table)
         tables = [] if here is None else here.tables
         blocks = [
             _extremes(tables, first, min(first + _BLOCK_ROWS, num_rows), env)
@@ -142,15 +142,15 @@ class _QuantizedTables:
         least, greatest = torch.cat(blocks, 1)
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
-    def _convert(self, held: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
+    def _convert(self, shards: LocalShards, params: Mapping[int, Tensor]) -> LocalShards:
         """Convert shards to the new data types.
 
         Args:
-            held: original shards.
+            shards: original shards.
             params: scales and biases, fp16 [rows, 2], by table number, for tables split by columns.
         """
         converted: list[LocalShard] = []
-        for shard in held.held:
+        for shard in shards.shards:
             storage = self.storages[shard.packing.table]
             if is_growable(storage):
                 converted.append(self._convert_hashed(shard, storage))
@@ -170,12 +170,12 @@ class _QuantizedTables:
             )
         return LocalShards(converted)
 
-    def _convert_hashed(self, held: LocalShard, storage: HashedRows) -> LocalShard:
+    def _convert_hashed(self, shard: LocalShard, storage: HashedRows) -> LocalShard:
         """Convert the shard of a hashed table to the new data type."""
-        packing = Packing(held.packing.rectangles, storage)
+        packing = Packing(shard.packing.rectangles, storage)
         rows = storage.allocate(0, packing.shape[1], None)
         tables = [storage.table(rectangle, None, None) for rectangle in packing.rectangles]
-        for source, target in zip(held.tables, tables, strict=True):
+        for source, target in zip(shard.tables, tables, strict=True):
             assert has_growable_rows(source)
             target.load(self._converted_blocks(source, storage))
         return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)

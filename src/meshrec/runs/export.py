@@ -321,7 +321,7 @@ def _unhash_items(
 def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
     """Look up IDs in a hashed table: return rows, fp32 [N, D]. IDs without a row get their initial values."""
     rows = table.storage.initial_values(ids_N)
-    slots = table.slots.find(mix(ids_N, table.storage.keys.seed))
+    slots = table.key_index.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
     # A slot of -1 means that the table has no row for the ID.
     rows[is_alive] = table.gather_parts(slots[is_alive], (0, rows.shape[1]))["weight"].float()

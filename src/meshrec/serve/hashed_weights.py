@@ -43,7 +43,7 @@ class HashedWeights:
         # The tensors of this table are <prefix>weight, <prefix>added, ...
         self._prefix = name.removesuffix("weight")
         # Memory for added rows; None until a delta adds the first row.
-        self._grown: GrowingRows | None = None
+        self._growing_rows: GrowingRows | None = None
         # Indices of added rows freed by evictions.
         self._free: list[int] = []
 
@@ -104,21 +104,23 @@ class HashedWeights:
         slots = torch.empty_like(keys)
         slots[is_here] = added[1][positions[is_here]]
         num_new = int((~is_here).sum())
-        if self._grown is None:
+        if self._growing_rows is None:
             row = self._weights[f"{self._prefix}added_rows"].new_zeros(1, rows.shape[1])
-            self._grown = GrowingRows([row], max_rows=self.max_rows, name=f"weight {self._name!r}")
-        first = self._grown.num_rows
+            self._growing_rows = GrowingRows([row], max_rows=self.max_rows, name=f"weight {self._name!r}")
+        first = self._growing_rows.num_rows
         num_reused = min(num_new, len(self._free))
-        self._grown.grow(first + num_new - num_reused)  # may fail, so do it before taking free rows
+        self._growing_rows.grow(first + num_new - num_reused)  # may fail, so do it before taking free rows
         # The smallest free index is used first.
         self._free.sort(reverse=True)
         reused = [self._free.pop() for _ in range(num_reused)]
-        slots[~is_here] = torch.tensor([*reused, *range(first, self._grown.num_rows)], dtype=torch.int64)
-        self._grown.tensors[0].index_copy_(0, slots, rows)
+        slots[~is_here] = torch.tensor(
+            [*reused, *range(first, self._growing_rows.num_rows)], dtype=torch.int64
+        )
+        self._growing_rows.tensors[0].index_copy_(0, slots, rows)
         both = torch.cat([added, torch.stack([keys, slots])[:, ~is_here]], 1)
         self._weights[f"{self._prefix}added"] = both[:, both[0].argsort()].contiguous()
         # Lookups read the tensor by name, so they see the added rows from here on.
-        self._weights[f"{self._prefix}added_rows"] = self._grown.tensors[0]
+        self._weights[f"{self._prefix}added_rows"] = self._growing_rows.tensors[0]
 
     def _initial_rows(self, ids: Tensor) -> Tensor:
         """Return the rows with which training initializes these IDs, quantized if the table is."""

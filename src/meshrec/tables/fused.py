@@ -82,7 +82,7 @@ class WholeTables(tbe.Updater):
         check_seed(seed)
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
         """Indices of tables with ordinary gradients."""
-        held: list[LocalShard] = []
+        shards: list[LocalShard] = []
         fused: dict[int, FusedTable] = {}
         hashed: dict[int, HashedTable] = {}
         rules = rules_of([table.spec for table in tables], deferred=update == "on_step", seed=seed)
@@ -95,7 +95,7 @@ class WholeTables(tbe.Updater):
                 # collection.
                 table.rectangle = table.rectangle._replace(table=index)
                 here = table_shard(weight, Packing([table.rectangle], storage), [table])
-                held.append(here)
+                shards.append(here)
                 buffers = [buffer.parameter for buffer in here.gradient_buffers] if rule.deferred else []
 
                 # State dicts read the optimizer state of the rows present at that moment.
@@ -107,7 +107,7 @@ class WholeTables(tbe.Updater):
                 continue
             packing = Packing([Rectangle(index, 0, num_rows, 0, dim)], storage)
             state = storage.new_state(spec, num_rows, dim, weight.device)
-            held.append(parameter_shard(weight, packing, [state], spec))
+            shards.append(parameter_shard(weight, packing, [state], spec))
             if rule is not None and spec is not None:
                 slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state, strict=True))}
                 fused[index] = FusedTable(weight, rule, slots, f"table {name!r}", dim)
@@ -125,7 +125,7 @@ class WholeTables(tbe.Updater):
         # Placeholder parameters of the hashed tables, by table index.
         self._hashed = {t: tables[t].weight for t in hashed}
         self._updates = TableUpdates(
-            LocalShards(held), fused, writes=self._writes, admission_eviction=admission_eviction
+            LocalShards(shards), fused, writes=self._writes, admission_eviction=admission_eviction
         )
         # ``_has_taken``: whether a gradient has arrived; the first one checks that no other optimizer was
         # attached. The lock serializes updates from several threads.

@@ -88,7 +88,7 @@ class Index(Protocol):
 class SearchableIndex(Protocol):
     """An index based on a `HashIndex`. A single kernel call can search several such indexes."""
 
-    slots: HashIndex
+    key_index: HashIndex
     """Map from keys to slots."""
 
     def release(self, *more: Self) -> None:
@@ -118,7 +118,7 @@ class SearchableIndex(Protocol):
         """
 
 
-class KeyReader(NamedTuple):
+class FeatureRows(NamedTuple):
     """Where a feature finds its rows: the rectangles to read, and how its IDs become keys.
 
     The rectangles are column shards, with different columns of the same rows.
@@ -138,11 +138,11 @@ class KeyReader(NamedTuple):
 def replace_ids_by_slots(
     values: Tensor,
     bounds: Sequence[int],
-    readers: Mapping[int, KeyReader],
+    readers: Mapping[int, FeatureRows],
     *,
     num_keys: int,
     train: bool,
-    at_once: bool = False,
+    used_immediately: bool = False,
 ) -> tuple[Tensor, list[object]]:
     """Replace the IDs of some features by slots. Calls every index once, with all features' IDs.
 
@@ -154,7 +154,8 @@ def replace_ids_by_slots(
         readers: where features find their rows, by feature number. Values of other features stay.
         num_keys: number of features per block.
         train: whether the rows will be updated.
-        at_once: whether the slots are used before any other call. Slots of existing keys are then not pinned.
+        used_immediately: whether the slots are used before any other call. Slots of existing keys are then
+            not pinned.
 
     Returns:
         A copy of the values in which slots replace the IDs of features in ``readers``; and the pins.
@@ -182,14 +183,14 @@ def replace_ids_by_slots(
             indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
                 # Slots used before any other call cannot be reassigned, so they need no pin.
-                if not at_once:
+                if not used_immediately:
                     pins += [index.pin_slots(parts, train=train, fills=fills) for index in indexes]
                 continue
             ids, slots = (_concatenate(x, bounds, segments).long().contiguous() for x in (values, memory))
             # Every column shard's index assigns its own copy; equal call order gives equal slots.
             slots_by_index = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
-                UnassignedIds(index.slots, ids, slots, num_missing, reader.first_row, reader.mix_seed)
+                UnassignedIds(index.key_index, ids, slots, num_missing, reader.first_row, reader.mix_seed)
                 for index, slots in zip(indexes, slots_by_index, strict=True)
             ]
             unseen.append((parts, indexes, jobs))
@@ -236,7 +237,7 @@ def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _find_slots(
-    values: Tensor, bounds: Sequence[int], readers: Mapping[int, KeyReader], num_keys: int
+    values: Tensor, bounds: Sequence[int], readers: Mapping[int, FeatureRows], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
     """Replace IDs by slots for all features with searchable indexes, in a single kernel call.
 
@@ -251,7 +252,7 @@ def _find_slots(
             segment.
     """
     # Only features whose indexes are all searchable. Others, such as tables in files, resolve keys later.
-    searched: dict[int, tuple[KeyReader, list[SearchableIndex]]] = {}
+    searched: dict[int, tuple[FeatureRows, list[SearchableIndex]]] = {}
     for key, reader in sorted(readers.items()):
         indexes = [index for index in reader.indexes if _is_searchable(index)]
         if len(indexes) == len(reader.indexes):
@@ -264,7 +265,7 @@ def _find_slots(
             segment = block * num_keys + key
             # Searching the first index is enough: column shards have equal slots.
             parts[segment] = IdSpan(
-                bounds[segment], bounds[segment + 1], indexes[0].slots, reader.first_row, reader.mix_seed
+                bounds[segment], bounds[segment + 1], indexes[0].key_index, reader.first_row, reader.mix_seed
             )
     distinct = {id(index): index for _, indexes in searched.values() for index in indexes}
     first, *more = distinct.values()
@@ -277,7 +278,7 @@ def _find_slots(
 def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
     """Return whether the index is based on a `HashIndex`."""
     # Not isinstance, which takes 10 us on a protocol: every lookup asks this for every table.
-    return isinstance(getattr(index, "slots", None), HashIndex)
+    return isinstance(getattr(index, "key_index", None), HashIndex)
 
 
 def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:

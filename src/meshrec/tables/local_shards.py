@@ -108,21 +108,21 @@ class LocalShards:
     numbered across all shards, in order.
 
     Args:
-        held: one shard per table.
+        shards: one shard per table.
     """
 
-    def __init__(self, held: Sequence[LocalShard]) -> None:
-        self.held = list(held)
+    def __init__(self, shards: Sequence[LocalShard]) -> None:
+        self.shards = list(shards)
         # The lists below are ordered by shard, or by rectangle number.
-        self.parameters = [shard.parameter for shard in held]
-        self.packings = [shard.packing for shard in held]
+        self.parameters = [shard.parameter for shard in shards]
+        self.packings = [shard.packing for shard in shards]
         self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
         # Index of the shard that a rectangle belongs to.
-        self._owners = [i for i, shard in enumerate(held) for _ in shard.tables]
+        self._owners = [i for i, shard in enumerate(shards) for _ in shard.tables]
 
-        tables = [table for shard in held for table in shard.tables]
+        tables = [table for shard in shards for table in shard.tables]
         self.state = [table.state for table in tables]
-        self.is_packed = len(tables) > len(self.held)
+        self.is_packed = len(tables) > len(self.shards)
         """Whether any parameter holds several rectangles."""
         # Cached for tables that are not packed, whose memory objects never change.
         self._rows = [table.rows for table in tables]
@@ -131,7 +131,7 @@ class LocalShards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the shards are copied: the lists above must refer to the memory of the copied tables.
-        return LocalShards, (self.held,)
+        return LocalShards, (self.shards,)
 
     @property
     def storages(self) -> list[RowStorage]:
@@ -144,11 +144,11 @@ class LocalShards:
         if not self.is_packed:
             return self._rows
         # Make new views in every call, because the memory of a packed parameter may change.
-        return [rows for shard in self.held for rows in shard.rows()]
+        return [rows for shard in self.shards for rows in shard.rows()]
 
     def of_table(self, table: int) -> "LocalShard | None":
         """Return the shard of a table, by table number; None if this rank has none."""
-        return next((shard for shard in self.held if shard.packing.table == table), None)
+        return next((shard for shard in self.shards if shard.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
         """Return the ``grad`` of the parameter to which a rectangle belongs."""
@@ -215,8 +215,8 @@ class LocalShards:
         """Return the gradient buffers by rectangle number. Only rectangles with external rows have one."""
         return {
             i: gradient_buffer
-            for group, held in zip(self._rectangles(), self.held, strict=True)
-            for i, gradient_buffer in zip(group, held.gradient_buffers, strict=False)
+            for group, shards in zip(self._rectangles(), self.shards, strict=True)
+            for i, gradient_buffer in zip(group, shards.gradient_buffers, strict=False)
         }
 
     def _rectangles(self) -> list[list[int]]:
@@ -274,20 +274,22 @@ def allocate(
         trained: whether the table's parameter requires a gradient, indexed by table number.
         device: memory device.
     """
-    held = []
+    shards = []
     for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):
         parts, storage, spec = list(group), storages[table], specs[table]
         packing = Packing(parts, storage)
         height, width = packing.shape
-        # ``side``: the storage if it keeps rows outside the parameter.
-        side = storage if isinstance(storage, ExternalRows) else None
+        # ``external_storage``: the storage if it keeps rows outside the parameter.
+        external_storage = storage if isinstance(storage, ExternalRows) else None
         # External rows get an empty parameter, with only columns and dtype.
-        rows = storage.allocate(height if side is None else 0, width, device)
-        if side is not None:
+        rows = storage.allocate(height if external_storage is None else 0, width, device)
+        if external_storage is not None:
             parameter = placeholder(rows, names[table], trained[table])
-            held.append(table_shard(parameter, packing, [side.table(r, spec, device) for r in parts]))
+            shards.append(
+                table_shard(parameter, packing, [external_storage.table(r, spec, device) for r in parts])
+            )
             continue
         parameter = nn.Parameter(rows, trained[table])
         state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in parts]
-        held.append(parameter_shard(parameter, packing, state, spec))
-    return LocalShards(held)
+        shards.append(parameter_shard(parameter, packing, state, spec))
+    return LocalShards(shards)

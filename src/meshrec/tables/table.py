@@ -145,7 +145,7 @@ class ExternalTable(Table, Protocol):
 class LazyRows(Protocol):
     """A table that can compute initial rows on first use, instead of storing them when it is created."""
 
-    def set_initial_rows(self, first: Callable[[Span], Iterable[RowBlock]]) -> None:
+    def set_initial_rows(self, initial_blocks: Callable[[Span], Iterable[RowBlock]]) -> None:
         """Set the function returning the initial rows in a key interval."""
 
 

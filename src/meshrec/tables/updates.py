@@ -141,7 +141,7 @@ class TableGradient(NamedTuple):
     """Pins that keep the slots valid until the update; see ``tables.index.Resolved``."""
 
 
-class Touched(NamedTuple):
+class TouchedRows(NamedTuple):
     """The rows of a rectangle that an update changes (U rows), as input to statistics over whole rows.
 
     Weight and state are empty if the statistics need only the gradient (``needs_gradient_only``).
@@ -173,7 +173,9 @@ class RowPeers(Protocol):
             row_dims: number of columns of a whole row, per rectangle.
         """
 
-    def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+    def row_stats(
+        self, touched: Sequence[TouchedRows], optimizer: int, hyper: Sequence[Hyper]
+    ) -> list[Tensor]:
         """Return the argument ``row_stats`` of the kernel ``tbe_update``, per rectangle.
 
         Args:
@@ -213,7 +215,7 @@ class _Group:
         """Table number, table, and optimizer state of every table."""
 
 
-class _RowUpdate(NamedTuple):
+class _RectangleUpdate(NamedTuple):
     """Prepared update of a rectangle split by columns."""
 
     rectangle: int
@@ -224,7 +226,7 @@ class _RowUpdate(NamedTuple):
     """Argument ``row_stats`` of the kernel ``tbe_update``."""
 
 
-class _RunUpdate(NamedTuple):
+class _SplitUpdate(NamedTuple):
     """Prepared update of all rectangles in a group that are split by columns, for a single kernel call."""
 
     runs: Tensor
@@ -239,7 +241,7 @@ class Prepared(NamedTuple):
     group: _Group
     steps: dict[int, list[int]]
     """Numbers of the tables to update, by the number that this update has in these tables."""
-    split: list[_RowUpdate] | _RunUpdate
+    split: list[_RectangleUpdate] | _SplitUpdate
     """Updates of the rectangles split by columns."""
 
 
@@ -259,7 +261,7 @@ class TableUpdates:
     were frozen for a while, or loaded from different checkpoints, continue with their counts.
 
     Args:
-        held: all tables on this rank.
+        shards: all tables on this rank.
         fused: fused tables by table number, including tables without rows on this rank.
         writes: counter for writes by updates.
         peers: function that finds the tables split by columns; None if no table is.
@@ -269,7 +271,7 @@ class TableUpdates:
 
     def __init__(
         self,
-        held: LocalShards,
+        shards: LocalShards,
         fused: Mapping[int, FusedTable],
         *,
         writes: WriteCounter,
@@ -278,8 +280,8 @@ class TableUpdates:
     ) -> None:
         self.admission_eviction = admission_eviction
         # Shared with the module: the tables' step counts in ``fused`` change at every update.
-        self._held, self._fused, self._writes = held, dict(fused), writes
-        self._rectangles = held.rectangles
+        self._shards, self._fused, self._writes = shards, dict(fused), writes
+        self._rectangles = shards.rectangles
         # Position of each fused table's parameter in ``writes``, which several ``TableUpdates`` may share.
         self._write_index = {number: writes.index_of(table.weight) for number, table in fused.items()}
         # Fixed for this object's life. Resharding creates a new ``TableUpdates``.
@@ -291,9 +293,9 @@ class TableUpdates:
             for number, rectangle in enumerate(self._rectangles):
                 if rectangle.table in tables:
                     (group.split if rectangle.table in split else group.whole).append(number)
-            group.state = slot_major([held.state[i] for i in group.whole])
-            if not held.is_packed:
-                group.weights = [held.weights[i] for i in group.whole]
+            group.state = slot_major([shards.state[i] for i in group.whole])
+            if not shards.is_packed:
+                group.weights = [shards.weights[i] for i in group.whole]
             group.origins = [start for i in group.whole for start in self._rectangles[i].origin]
             group.members = [(number, fused[number], fused[number].state) for number in tables]
             self._groups.append(group)
@@ -305,15 +307,15 @@ class TableUpdates:
         # the whole table, and slots are not row numbers.
         self._row_keys = {
             i: keys
-            for i, index in held.indexes.items()
+            for i, index in shards.indexes.items()
             if (keys := getattr(index, "slot_keys", None)) is not None
-            and held.weights[i].dtype is not torch.float32
+            and shards.weights[i].dtype is not torch.float32
         }
         self._deferred = [i for group in deferred for i in group.whole + group.split]
         # External rows have a placeholder parameter, whose ``grad`` cannot hold their gradients.
         self._gradient_buffers = {
             i: gradient_buffer
-            for i, gradient_buffer in held.gradient_buffers().items()
+            for i, gradient_buffer in shards.gradient_buffers().items()
             if self._rectangles[i].table in fused
         }
 
@@ -384,8 +386,8 @@ class TableUpdates:
     def ordinary_gradients(self, gradient: TableGradient) -> list[Tensor | None]:
         """Return a dense gradient per parameter, for autograd. None for fused tables' parameters."""
         if not self._ordinary:
-            return [None] * len(self._held.parameters)
-        return self._held.gradients(self._dense_gradients(gradient))
+            return [None] * len(self._shards.parameters)
+        return self._shards.gradients(self._dense_gradients(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
         """Add gradients to ``parameter.grad``, for the tables updated by ``optimizer.step()``.
@@ -404,7 +406,7 @@ class TableUpdates:
         for i, gradient_buffer in self._gradient_buffers.items():
             if i in parts:
                 finite &= gradient_buffer.collect(parts.pop(i), gradient.pins)
-        return self._held.collect(parts) and finite
+        return self._shards.collect(parts) and finite
 
     def collected(self) -> TableGradient:
         """Return the gradients accumulated by ``collect``, for the tables updated by ``optimizer.step()``.
@@ -413,7 +415,7 @@ class TableUpdates:
             ValueError: a collected gradient was replaced by a dense gradient.
         """
         deferred = {self._rectangles[i].table for i in self._deferred}
-        rows = self._held.collected({t: self._fused[t].label for t in deferred})
+        rows = self._shards.collected({t: self._fused[t].label for t in deferred})
         pins: list[object] = []
         for i, gradient_buffer in self._gradient_buffers.items():
             if (gradient := gradient_buffer.collected()) is not None:
@@ -460,7 +462,7 @@ class TableUpdates:
             tbe.update(
                 grad,
                 *(lookups if len(together) == len(self._rectangles) else lookups.of_tables(together)),
-                group.weights or [self._held.weights[i] for i in together],
+                group.weights or [self._shards.weights[i] for i in together],
                 group.state,
                 rule.code,
                 hyper,
@@ -499,15 +501,15 @@ class TableUpdates:
             rectangles: numbers of the rectangles to update.
             rule: update rule.
             hyper: hyperparameters, as ``UpdateRule.hyper_at`` returns them.
-            sums: statistics over whole rows (``_RowUpdate.sums``), if the rows are split by columns.
-            runs: the fields of a ``_RunUpdate``, instead of ``sums``; else empty.
+            sums: statistics over whole rows (``_RectangleUpdate.sums``), if the rows are split by columns.
+            runs: the fields of a ``_SplitUpdate``, instead of ``sums``; else empty.
         """
-        weights, grad, lookups = self._held.weights, *looked_up
+        weights, grad, lookups = self._shards.weights, *looked_up
         tbe.update(
             grad,
             *lookups.of_tables(rectangles),
             [weights[i] for i in rectangles],
-            slot_major([self._held.state[i] for i in rectangles]),
+            slot_major([self._shards.state[i] for i in rectangles]),
             rule.code,
             hyper,
             sums,
@@ -536,7 +538,7 @@ class TableUpdates:
         """
         group, split = prepared.group, prepared.split
         # All rectangles at once, with the sorted rows from ``_prepare_split``.
-        if isinstance(split, _RunUpdate):
+        if isinstance(split, _SplitUpdate):
             assert gradient.looked_up is not None
             for step, members in prepared.steps.items():
                 rectangles = [i for i in group.split if self._rectangles[i].table in members]
@@ -552,11 +554,11 @@ class TableUpdates:
 
     def _prepare_split(
         self, group: _Group, peers: RowPeers, gradient: TableGradient
-    ) -> list[_RowUpdate] | _RunUpdate:
+    ) -> list[_RectangleUpdate] | _SplitUpdate:
         """Prepare the update of the rectangles split by columns. Collective.
 
         If the statistics over whole rows need only the gradient, a single kernel call can update all
-        rectangles (``_RunUpdate``). The ranks exchange the same data in both cases.
+        rectangles (``_SplitUpdate``). The ranks exchange the same data in both cases.
 
         Args:
             group: tables with a common rule.
@@ -577,11 +579,11 @@ class TableUpdates:
         lookups = looked_up.lookups.of_tables(split)
         # The kernel sorts the rows here. With ``runs``, the update need not sort them again.
         squares, counts, runs = tbe.row_squares(looked_up.grad, lookups, self._heights(split))
-        return _RunUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
+        return _SplitUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
 
     def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
-    ) -> list[_RowUpdate]:
+    ) -> list[_RectangleUpdate]:
         """Prepare an update for every rectangle that is split by columns, with its statistics. Collective.
 
         Args:
@@ -590,7 +592,7 @@ class TableUpdates:
             gradient: gradient for all tables.
             hypers: hyperparameters per rectangle in ``group.split``.
         """
-        weights, rule = self._held.weights, group.rule
+        weights, rule = self._shards.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._row_gradients(gradient, group.split)
         # Also rectangles without touched rows: the exchange below is collective.
@@ -600,11 +602,11 @@ class TableUpdates:
         ]
         stats = peers.row_stats(touched, rule.code, values)
         return [
-            _RowUpdate(i, RowGradients(part.rows, part.grad), hyper, sums)
+            _RectangleUpdate(i, RowGradients(part.rows, part.grad), hyper, sums)
             for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True)
         ]
 
-    def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
+    def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> TouchedRows:
         """Return the touched rows of a rectangle, as input to statistics.
 
         Args:
@@ -614,10 +616,10 @@ class TableUpdates:
         """
         rows, grad = part
         if not with_weights:
-            return Touched(rows, grad, grad.new_empty(0), [])
+            return TouchedRows(rows, grad, grad.new_empty(0), [])
         # ``float`` because statistics are computed in fp32 for any row dtype.
-        weight = self._held.weights[i].detach()
-        return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
+        weight = self._shards.weights[i].detach()
+        return TouchedRows(rows, grad, weight[rows].float(), [slot[rows] for slot in self._shards.state[i]])
 
     def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
         """Return gradients summed by touched row, by rectangle number."""
@@ -632,7 +634,7 @@ class TableUpdates:
     def _dense_gradients(self, gradient: TableGradient) -> dict[int, Tensor]:
         """Return the dense gradients of ordinary tables, by rectangle number."""
         # Autograd adds these to ``parameter.grad``.
-        weights = self._held.weights
+        weights = self._shards.weights
         trained = self._trained(self._ordinary)
         by_rectangle = {
             i: torch.zeros_like(weights[i]).index_copy_(0, rows.rows, rows.grads.to(weights[i].dtype))
@@ -647,12 +649,12 @@ class TableUpdates:
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
         """Return the row count in memory, per rectangle."""
-        weights = self._held.weights
+        weights = self._shards.weights
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
         """Return the rectangles whose parameter requires a gradient now (is not frozen)."""
-        return [i for i in rectangles if self._held.is_trained(i)]
+        return [i for i in rectangles if self._shards.is_trained(i)]
 
 
 def _no_rows(weight: Tensor) -> RowGradients:

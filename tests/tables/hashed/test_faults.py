@@ -72,14 +72,14 @@ def test_slots_are_released_after_the_update_even_if_an_output_is_kept():
     kept = module(features).values()
     kept.sum().backward(retain_graph=True)
     table.release()
-    assert table.slots.num_live == len(table.in_flight) == 0  # no ID was admitted
+    assert table.key_index.num_live == len(table.in_flight) == 0  # no ID was admitted
     with pytest.raises(ValueError, match="retain_graph"):
         kept.sum().backward()
     dropped = module(features).values()  # without a backward pass
-    assert table.slots.num_live == 2
+    assert table.key_index.num_live == 2
     del dropped
     table.release()
-    assert table.slots.num_live == 0
+    assert table.key_index.num_live == 0
 
 
 def test_two_features_bring_one_new_id():
@@ -105,7 +105,7 @@ def test_cells_of_a_sketch_stay_full(times):
 def test_large_counts_keep_their_order():
     module, table = make(Hashed(max_rows=2, evict=LFU(half_life=100)))
     read(module, [1, 2])
-    table.memory["uses"][table.slots.find(table.live_keys()[0])] = (1 << 62) - 1
+    table.memory["uses"][table.key_index.find(table.live_keys()[0])] = (1 << 62) - 1
     read(module, [2])
     read(module, [3])  # 1 goes, read less by one than 2
     assert set(table.items()[0].tolist()) == {2, 3}

@@ -137,7 +137,7 @@ def follow(case, keys, options, batches):
         table.release()
         found = table.ids_of(table.live_keys()[0]).tolist()
         assert set(found) == model.alive.keys()
-        assert len(found) == table.num_alive == table.slots.num_live <= keys.max_rows
+        assert len(found) == table.num_alive == table.key_index.num_live <= keys.max_rows
         step(module, [*ids, 10**9], train=False)
 
 
@@ -266,11 +266,11 @@ def test_a_batch_without_an_update_leaves_nothing_behind():
     step(module, [1, 2])
     ids, slots = table.live_keys()
     out = module(KeyedJaggedTensor(["f"], torch.tensor([7, 1]), lengths=torch.ones(2).int()))
-    assert table.slots.num_live == 3
+    assert table.key_index.num_live == 3
     del out
     table.release()
     assert [each.tolist() for each in table.live_keys()] == [ids.tolist(), slots.tolist()]
-    assert table.slots.num_live == table.num_alive == 2
+    assert table.key_index.num_live == table.num_alive == 2
 
 
 def test_a_row_that_goes_while_a_batch_has_it_begins_anew():

@@ -122,11 +122,11 @@ class RowCache:
             if len(victims) < num_victims:
                 return None
         # The file already has the other victims.
-        leaving = victims[self.dirty[victims]]
-        old_keys, order = self.keys[leaving].sort()
-        leaving = leaving[order]
+        dirty_victims = victims[self.dirty[victims]]
+        old_keys, order = self.keys[dirty_victims].sort()
+        dirty_victims = dirty_victims[order]
         # Copy now, because the slots are reused before the writer thread writes the rows.
-        old_rows = [_copy_rows(part, leaving) for part in self.memory]
+        old_rows = [_copy_rows(part, dirty_victims) for part in self.memory]
         self._index.remove(self.keys[victims])
         self.keys[victims] = -1
         slots = self._index.insert(keys)

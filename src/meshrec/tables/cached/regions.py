@@ -9,7 +9,7 @@ from torch import Tensor
 from meshrec.tables.cached.file import RowFile, memory_for
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
-FirstBlocks = Callable[[Span], Iterable[RowBlock]]
+InitialBlocks = Callable[[Span], Iterable[RowBlock]]
 """Function returning blocks with the initial rows in a key interval."""
 
 
@@ -26,7 +26,7 @@ class StoredRows:
         self.file = file
         # Returns initial rows. Set by ``FileTable.set_initial_rows`` before rows are used; None: the default
         # values of the row parts.
-        self.first: FirstBlocks | None = None
+        self.initial_blocks: InitialBlocks | None = None
 
     def unwritten(self, keys: Tensor) -> list[int]:
         """Return the numbers of the regions to initialize before rows with these keys are read or written."""
@@ -162,7 +162,7 @@ class RowRegions(StoredRows):
         for (_, value), tensor in zip(self._parts, parts, strict=True):
             tensor.fill_(value)
         names = {part.name: tensor for (part, _), tensor in zip(self._parts, parts, strict=True)}
-        for block in self.first((first, end)) if self.first is not None else ():
+        for block in self.initial_blocks((first, end)) if self.initial_blocks is not None else ():
             assert isinstance(block.keys, range)
             for name, values in block.parts.items():
                 names[name][block.keys.start - first : block.keys.stop - first] = values

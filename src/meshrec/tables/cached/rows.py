@@ -10,7 +10,7 @@ from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.cache import slot_bytes
 from meshrec.tables.cached.file import RowFile, new_path, part_bytes
 from meshrec.tables.cached.regions import RowRegions
-from meshrec.tables.cached.table import FileTable, RowPartStart
+from meshrec.tables.cached.table import FileTable, InitializedPart
 from meshrec.tables.dense.rows import DenseRows
 from meshrec.tables.dense.table import parts_of
 from meshrec.tables.initial import block_rows
@@ -110,9 +110,11 @@ class FileBackedRows(ExternalRows, DenseRows):
         path = new_path(Path(self.options.path), name)
         file = RowFile(path, label, part_bytes(parts, c1 - c0), first_key=r0, num_rows=r1 - r0)
         # Regions match the random blocks of ``initial_rows``, so a region draws a single block.
-        starts = _initial_values(parts, spec)
-        stored = RowRegions(file, starts, rectangle, block_rows(*self.size))
-        return FileTable(rectangle, starts, stored, num_slots=self._num_slots(rectangle, parts), name=label)
+        initialized_parts = _parts_with_initial_values(parts, spec)
+        stored = RowRegions(file, initialized_parts, rectangle, block_rows(*self.size))
+        return FileTable(
+            rectangle, initialized_parts, stored, num_slots=self._num_slots(rectangle, parts), name=label
+        )
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
         """Return the number of cached rows for a rectangle.
@@ -128,7 +130,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         return max(1, min(height, -(-cached * height // num_rows)))
 
 
-def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[RowPartStart]:
+def _parts_with_initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[InitializedPart]:
     """Return row parts with initial values: 0 for weights, the optimizer's values for the state.
 
     Args:
@@ -136,4 +138,4 @@ def _initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[Ro
         spec: optimizer; None: no optimizer state.
     """
     values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
-    return [RowPartStart(part, float(values.get(part.name, 0.0))) for part in parts]
+    return [InitializedPart(part, float(values.get(part.name, 0.0))) for part in parts]

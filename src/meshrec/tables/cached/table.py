@@ -46,7 +46,7 @@ from meshrec.durable import Created
 from meshrec.ops import records
 from meshrec.tables.cached.cache import Misses, RowCache
 from meshrec.tables.cached.file import RowFileError, memory_for, positions_in
-from meshrec.tables.cached.regions import FirstBlocks, StoredRows
+from meshrec.tables.cached.regions import InitialBlocks, StoredRows
 from meshrec.tables.index import Pin, Resolved
 from meshrec.tables.streamed import streamed_parts
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
@@ -55,10 +55,10 @@ _SECTOR = 512  # log entries are padded to whole disk sectors
 _STREAM_BYTES = 1 << 22  # file bytes per block in ``stream``
 # Greatest number of batches whose victims are being written. Further batches wait, which bounds the memory
 # for copies of victims.
-_MOST_WRITES = 4
+_MAX_PENDING_WRITES = 4
 
 
-class RowPartStart(NamedTuple):
+class InitializedPart(NamedTuple):
     """A row part, and an initial value for rows without other initial values."""
 
     part: RowPart
@@ -196,16 +196,17 @@ class FileTable:
     def __init__(
         self,
         rectangle: Rectangle,
-        starts: Sequence[RowPartStart],
+        initialized_parts: Sequence[InitializedPart],
         stored: StoredRows,
         *,
         num_slots: int,
         name: str,
     ) -> None:
         self.rectangle, self._name = rectangle, name
-        self.parts = [start.part for start in starts]
+        self.parts = [start.part for start in initialized_parts]
         r = rectangle
-        # Cache and file live as long as the table. ``stored.first`` is set later, by ``set_initial_rows``.
+        # Cache and file live as long as the table. ``stored.initial_blocks`` is set later, by
+        # ``set_initial_rows``.
         self._cache = RowCache(self.parts, r.c1 - r.c0, num_slots=num_slots)
         self.stored = stored
         self._new_rows = _UncachedRows(
@@ -245,9 +246,9 @@ class FileTable:
         """Key of the row in each slot, int64; -1 for a free slot."""
         return self._cache.keys
 
-    def set_initial_rows(self, first: FirstBlocks) -> None:
+    def set_initial_rows(self, initial_blocks: InitialBlocks) -> None:
         """Set the function returning initial rows. It is called later, when rows are first needed."""
-        self.stored.first = first
+        self.stored.initial_blocks = initial_blocks
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the keys of the rows that are in these slots now, int64; -1 for a free slot."""
@@ -515,7 +516,7 @@ class FileTable:
             RowFileError: a write fails again.
         """
         # Wait for the oldest write only; later ones may still be running.
-        if len(self._victims) >= _MOST_WRITES:
+        if len(self._victims) >= _MAX_PENDING_WRITES:
             self._victims[0].written.exception()
         while self._victims and self._victims[0].written.done():
             if self._victims[0].written.exception() is not None:
@@ -529,15 +530,15 @@ class FileTable:
         Raises:
             RowFileError: rows cannot be written. They stay in memory, in ``_victims``.
         """
-        for leaving in self._victims:
-            leaving.written.exception()
+        for victims in self._victims:
+            victims.written.exception()
         again = False
         while self._victims:
-            leaving = self._victims[0]
-            again |= leaving.written.exception() is not None
+            victims = self._victims[0]
+            again |= victims.written.exception() is not None
             # After a failure, write all later victims again, too: a later copy of a row must be written last.
             if again:
-                self._write(leaving.keys, leaving.rows)
+                self._write(victims.keys, victims.rows)
             self._victims.popleft()
 
     def _write(self, keys: Tensor, rows: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ from meshrec.tables.table import Span
 
 _CELLS = 4  # sketch cells per ID: a cell is a counter that several IDs share
 _WORD = 8  # cells per int64 word; checkpoints store sketches as words
-_MOST = 255  # greatest count in a cell, which is a byte
+_MAX_CELL = 255  # greatest count in a cell, which is a byte
 
 
 class AdmissionCounts:
@@ -100,10 +100,10 @@ class ExactCounts(AdmissionCounts):
     def __init__(self, k: int, seed: int, name: str) -> None:
         self._k = k
         # The hash index stores slots in 32 bits. Both memories grow with the number of waiting IDs.
-        most = (1 << 32) - 1
+        max_slots = (1 << 32) - 1
         # ``_slots`` maps keys to counters, and ``_memory`` holds the counters. A slot is freed on admission.
-        self._slots = HashIndex(most, seed=seed, name=f"the waiting IDs of {name}")
-        self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=most, name=name)
+        self._slots = HashIndex(max_slots, seed=seed, name=f"the waiting IDs of {name}")
+        self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=max_slots, name=name)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
         """Return whether each ID reaches ``k`` occurrences with this update, bool [N].
@@ -113,7 +113,7 @@ class ExactCounts(AdmissionCounts):
             counts: occurrences per ID in this update, int64 [N].
             step: unused.
         """
-        return self._so_far(keys) + counts >= self._k
+        return self._present_counts(keys) + counts >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
         """Add the occurrences in an update to the waiting IDs' counts, and remove the admitted IDs' counters.
@@ -147,7 +147,7 @@ class ExactCounts(AdmissionCounts):
         """Counter per slot, int64."""
         return self._memory.tensors[0]
 
-    def _so_far(self, keys: Tensor) -> Tensor:
+    def _present_counts(self, keys: Tensor) -> Tensor:
         """Return the present count per ID, int64 [N]; 0 for IDs without a counter."""
         # Lookups only: ``admits`` must not change anything, because the update may still fail.
         slots = self._slots.find(keys)
@@ -209,7 +209,7 @@ class CountMinSketch(AdmissionCounts):
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         # Several IDs may write the same cell: all write the same sum, because ``new_NC`` has totals per cell.
-        self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MOST).byte()
+        self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MAX_CELL).byte()
 
     def stream(self, keys: Span | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the nonzero words (eight cells as an int64) as counts, with a key that tells the position.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from meshrec.ops.index import Fills, unique
 from meshrec.tables.hashed.admission import in_span
-from meshrec.tables.hashed.eviction import EvictionRequest, Evictions, InUpdate, RankGroup, SingleRank
+from meshrec.tables.hashed.eviction import EvictionRequest, Evictions, ProtectedRows, RankGroup, SingleRank
 from meshrec.tables.hashed.keys import TTL, Clock
 from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable, PinnedRows, evict_rows
 from meshrec.tables.table import Span
@@ -80,15 +80,15 @@ class RowChanges(NamedTuple):
     num_admitted: int
     """Number of admitted IDs."""
 
-    def of_admitted(self, of_new: Tensor) -> Tensor:
+    def of_admitted(self, values: Tensor) -> Tensor:
         """Return the values of the admitted IDs, given one value per new ID."""
-        return of_new if self.num_admitted == len(of_new) else of_new[self.admitted]
+        return values if self.num_admitted == len(values) else values[self.admitted]
 
 
 class TableChanges(NamedTuple):
     """IDs to admit and rows to evict at an update, for all tables on a rank."""
 
-    due: dict[int, RowChanges]
+    by_rectangle: dict[int, RowChanges]
     """Changes by rectangle number."""
     live: dict[int, list[int]]
     """By table number: the number of live rows after the update, per key interval and over all ranks."""
@@ -147,64 +147,68 @@ class AdmissionEviction:
         seconds = self._latest()
         # Admissions and expired rows first, without communication; the sum below then tells which tables are
         # too full.
-        due = {
+        changes = {
             i: _select_changes(table, pins, Clock(steps[table.rectangle.table], seconds))
             for i, table in self.tables.items()
             if table.rectangle.table in steps
         }
-        live = self._future_rows(due)
+        live = self._future_rows(changes)
         # All ranks see the same sums, so they agree on the full tables without another message.
         full = {t: sum(live[t]) for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows}
         if full:
-            due.update(
-                self._select_evictions(full, due, {table: Clock(steps[table], seconds) for table in full})
+            changes.update(
+                self._select_evictions(full, changes, {table: Clock(steps[table], seconds) for table in full})
             )
-        return TableChanges(due, self._future_rows(due) if full else live)
+        return TableChanges(changes, self._future_rows(changes) if full else live)
 
-    def apply(self, decision: TableChanges) -> None:
+    def apply(self, changes: TableChanges) -> None:
         """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows.
 
         Args:
-            decision: result of ``prepare``. No table may have changed since.
+            changes: result of ``prepare``. No table may have changed since.
         """
-        due, self.live = decision
-        evict_rows((self.tables[i], changes.victims, changes.pins) for i, changes in due.items())
+        by_rectangle, self.live = changes
+        evict_rows(
+            (self.tables[i], row_changes.victims, row_changes.pins) for i, row_changes in by_rectangle.items()
+        )
         with Fills() as fills:
-            for i, changes in due.items():
+            for i, row_changes in by_rectangle.items():
                 table, report = self.tables[i], self.tables[i].accounting.report
-                if changes.admitted is not None and len(changes.new):
-                    table.admission_counts.count(changes.keys, changes.counts, changes.admitted)
-                table.mark_alive(changes.of_admitted(changes.new), fills)
-                report.evicted += len(changes.victims)
-                report.new += changes.num_admitted
-                report.refused += len(changes.new) - changes.num_admitted
+                if row_changes.admitted is not None and len(row_changes.new):
+                    table.admission_counts.count(row_changes.keys, row_changes.counts, row_changes.admitted)
+                table.mark_alive(row_changes.of_admitted(row_changes.new), fills)
+                report.evicted += len(row_changes.victims)
+                report.new += row_changes.num_admitted
+                report.refused += len(row_changes.new) - row_changes.num_admitted
         # A second queue, because fills run in any order and these read the liveness flags written above.
         with Fills() as fills:
-            for i, changes in due.items():
+            for i, row_changes in by_rectangle.items():
                 memory, policy = self.tables[i].memory, self.tables[i].storage.keys.evict
                 if policy is not None:
                     # Rows of refused IDs stay pending and do not count as used.
-                    is_whole = changes.num_admitted == len(changes.new)
-                    used = changes.slots if is_whole else changes.slots[memory[ALIVE][changes.slots]]
-                    policy.use(memory, used, changes.clock, fills)
+                    is_whole = row_changes.num_admitted == len(row_changes.new)
+                    used = (
+                        row_changes.slots if is_whole else row_changes.slots[memory[ALIVE][row_changes.slots]]
+                    )
+                    policy.use(memory, used, row_changes.clock, fills)
 
-    def finish(self, decision: TableChanges) -> None:
+    def finish(self, changes: TableChanges) -> None:
         """Undo the update in the rows of IDs that were not admitted: write their initial values again.
 
         Args:
-            decision: result of ``prepare`` for the update that has just changed the rows.
+            changes: result of ``prepare`` for the update that has just changed the rows.
         """
         # The update changes the rows of all IDs in the batch, and later batches in flight may read these.
         with Fills() as fills:
-            for i, changes in decision.due.items():
-                if changes.admitted is not None and changes.num_admitted < len(changes.new):
-                    self.tables[i].reset(changes.new[~changes.admitted], fills)
+            for i, row_changes in changes.by_rectangle.items():
+                if row_changes.admitted is not None and row_changes.num_admitted < len(row_changes.new):
+                    self.tables[i].reset(row_changes.new[~row_changes.admitted], fills)
 
-    def _future_rows(self, due: Mapping[int, RowChanges]) -> dict[int, list[int]]:
+    def _future_rows(self, changes: Mapping[int, RowChanges]) -> dict[int, list[int]]:
         """Return the numbers of live rows after some changes, over all ranks. Collective.
 
         Args:
-            due: changes by rectangle number; empty to count the present rows.
+            changes: changes by rectangle number; empty to count the present rows.
 
         Returns:
             By table number, one count per key interval.
@@ -224,7 +228,7 @@ class AdmissionEviction:
                     if r.r0 <= span[0] and span[1] <= r.r1
                 ]
                 for position, span in inside:
-                    counts[position] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
+                    counts[position] = _num_rows(table, changes.get(i), None if len(inside) == 1 else span)
         total = iter(self._ranks.sum(torch.tensor(counts, dtype=torch.int64)).tolist())
         return {table: list(itertools.islice(total, len(spans))) for table, spans in self.intervals.items()}
 
@@ -239,13 +243,13 @@ class AdmissionEviction:
         return int(self._ranks.sum(times).max())
 
     def _select_evictions(
-        self, totals: Mapping[int, int], due: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
+        self, totals: Mapping[int, int], changes: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
     ) -> dict[int, RowChanges]:
         """Select victims in the tables that would exceed their row limits. Collective.
 
         Args:
             totals: number of rows after the update over all ranks, by number of an overfull table.
-            due: changes selected so far, by rectangle number.
+            changes: changes selected so far, by rectangle number.
             clocks: update time by table number.
 
         Returns:
@@ -264,8 +268,8 @@ class AdmissionEviction:
                     "choose which rows go: Hashed(evict=LRU())."
                 )
             staying = {
-                i: InUpdate(changes.slots, changes.victims)
-                for i, changes in due.items()
+                i: ProtectedRows(row_changes.slots, row_changes.victims)
+                for i, row_changes in changes.items()
                 if self.tables[i].rectangle.table == table
             }
             excess = total - max_rows
@@ -280,8 +284,10 @@ class AdmissionEviction:
                     "max_rows, or make batches smaller."
                 )
             for i, slots in victims.items():
-                before = due[i].victims
-                new_changes[i] = due[i]._replace(victims=torch.cat([before, slots]) if len(before) else slots)
+                before = changes[i].victims
+                new_changes[i] = changes[i]._replace(
+                    victims=torch.cat([before, slots]) if len(before) else slots
+                )
         return new_changes
 
 
@@ -302,12 +308,12 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     new = keys = counts = _NONE
     admitted = None
     # Slots in the index that are not alive are pending: only then can the update have new IDs.
-    if table.slots.num_live > table.num_alive:
+    if table.key_index.num_live > table.num_alive:
         # The lookup has already listed the new IDs if they are the batch's only pending rows.
         fresh = held[0].fresh() if len(held) == 1 else None
         # An earlier update may have made these rows alive since the batch was resolved.
         if fresh is not None and (
-            held[0].changes == table.accounting.changes or not bool(alive[fresh.slots].any())
+            held[0].changes_at_lookup == table.accounting.changes or not bool(alive[fresh.slots].any())
         ):
             new, keys, counts = fresh
         else:
@@ -327,21 +333,21 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     return RowChanges(slots, new, keys, counts, admitted, victims, clock, held, num_admitted)
 
 
-def _num_rows(table: HashedTable, due: RowChanges | None, span: Span | None) -> int:
+def _num_rows(table: HashedTable, changes: RowChanges | None, span: Span | None) -> int:
     """Return the number of live rows in a rectangle after some changes.
 
     Args:
         table: rectangle.
-        due: changes; None: no changes.
+        changes: changes; None: no changes.
         span: key interval in which to count; None: all keys in the rectangle.
     """
     if span is None:
-        if due is None:
+        if changes is None:
             return table.num_alive
-        return table.num_alive - len(due.victims) + due.num_admitted
+        return table.num_alive - len(changes.victims) + changes.num_admitted
     # Slow path, which reads all keys: the rectangle spans several intervals.
     num = int(in_span(table.live_keys()[0], span).sum())
-    if due is not None:
-        num -= int(in_span(table.keys_of(due.victims), span).sum())
-        num += int(in_span(due.of_admitted(due.keys), span).sum())
+    if changes is not None:
+        num -= int(in_span(table.keys_of(changes.victims), span).sum())
+        num += int(in_span(changes.of_admitted(changes.keys), span).sum())
     return num

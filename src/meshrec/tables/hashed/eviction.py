@@ -38,11 +38,13 @@ _LAST_KEY = (1 << 63) - 1
 # If the scores span at most this many bits, score and key are sorted as a single 64-bit word.
 _MOST_SCORE_BITS = 32
 # If fewer than 1/8 of the live rows are selected, their keys are looked up slot by slot instead of in a
-# scan over the index. Also the tolerated share of tied rows in excess of those needed.
-_FEW = 8
+# scan over the index.
+_SCAN_SHARE = 8
+# Up to 1/8 more rows than needed are sorted, if the excess rows are tied with the last victim.
+_TIE_SURPLUS_SHARE = 8
 # Evictions served by a search. An eviction takes 1/64 of the rows, so the cached rows are a quarter of the
 # table, with 12 to 16 bytes (score and slot) per row.
-_AT_ONCE = 16
+_EVICTIONS_PER_SEARCH = 16
 
 
 class RankGroup(Protocol):
@@ -114,7 +116,7 @@ class NthValue(NamedTuple):
     """Number of values equal to ``value``, including itself."""
 
 
-class InUpdate(NamedTuple):
+class ProtectedRows(NamedTuple):
     """Rows in a rectangle that must not be selected as victims at this update."""
 
     slots: Tensor
@@ -126,7 +128,7 @@ class InUpdate(NamedTuple):
 class EvictionRequest(NamedTuple):
     """How many rows to evict from a table at an update, and which rows to spare."""
 
-    update: Mapping[int, InUpdate]
+    update: Mapping[int, ProtectedRows]
     """Rows not to select, by rectangle number."""
     clock: Clock
     """Time of the update."""
@@ -137,7 +139,7 @@ class EvictionRequest(NamedTuple):
     for the next updates."""
 
 
-class NextRows(NamedTuple):
+class OrderedRows(NamedTuple):
     """Rows in a rectangle in eviction order, that is by score, then by key. N rows."""
 
     scores: Tensor
@@ -145,15 +147,15 @@ class NextRows(NamedTuple):
     slots: Tensor
     """Slots of these rows, int64 [N]."""
 
-    def select(self, positions: Tensor) -> "NextRows":
+    def select(self, positions: Tensor) -> "OrderedRows":
         """Return the rows at these positions of the list (not slots), int64."""
-        return NextRows(*(part.index_select(0, positions) for part in self))
+        return OrderedRows(*(part.index_select(0, positions) for part in self))
 
 
 class Candidates(NamedTuple):
     """Rows in a table that may be evicted now and come before all other rows in eviction order."""
 
-    rows: Mapping[int, NextRows]
+    rows: Mapping[int, OrderedRows]
     """The candidates on this rank, by rectangle number."""
     number: int
     """Number of candidates over all ranks."""
@@ -162,9 +164,9 @@ class Candidates(NamedTuple):
 class CachedCandidates(NamedTuple):
     """Candidates in a table left over from a search, cached for later evictions."""
 
-    rows: Mapping[int, NextRows]
+    rows: Mapping[int, OrderedRows]
     """The candidates on this rank, by rectangle number."""
-    time: int
+    use_score: int
     """Score that a row used during the search would have got. All cached rows have lower scores."""
     loads: Mapping[int, int]
     """``RowAccounting.loads`` by rectangle number at the search. If it differs later, rows were loaded since,
@@ -186,7 +188,7 @@ class Evictions:
         self, tables: Mapping[int, HashedTable], storages: Mapping[int, HashedRows], ranks: RankGroup
     ) -> None:
         self._tables, self._storages, self._ranks = tables, storages, ranks
-        self._passed: dict[int, tuple[int, int]] = {}
+        self._last_evicted: dict[int, tuple[int, int]] = {}
         """Score and key for the row evicted last, by table number. Rows with the same score and smaller keys
         are gone, so remaining ties have greater keys. Used to guess a key bound; a wrong value only costs a
         second pass."""
@@ -196,7 +198,7 @@ class Evictions:
 
     def forget(self) -> None:
         """Drop the results of earlier searches. To be called after rows changed other than by updates."""
-        self._passed, self._cached = {}, {}
+        self._last_evicted, self._cached = {}, {}
 
     def select_victims(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
         """Select the rows to evict from full tables. Changes no table. Collective.
@@ -228,10 +230,10 @@ class Evictions:
         """
         cached = {}
         for number, request in requests.items():
-            time = self._present_score(number, request)
+            use_score = self._use_score(number, request)
             searched = self._cached.pop(number, None)
             # If time has gone back, a row used since may have a score below the cached ones.
-            if searched is not None and time is not None and time >= searched.time:
+            if searched is not None and use_score is not None and use_score >= searched.use_score:
                 cached[number] = searched
         rectangles = [(number, i) for number, searched in cached.items() for i in searched.rows]
         updates = [requests[number].update[i] for number, i in rectangles]
@@ -246,13 +248,13 @@ class Evictions:
             [requests[number].max_rows for number, _ in rectangles],
         )
         # Candidates stay cached after they are returned. The next call drops them: by then they are dead.
-        left: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
-        candidates: dict[int, dict[int, NextRows]] = {number: {} for number in requests}
+        left: dict[int, dict[int, OrderedRows]] = {number: {} for number in requests}
+        candidates: dict[int, dict[int, OrderedRows]] = {number: {} for number in requests}
         for (number, i), ordered, unchanged, num in zip(
             rectangles, rows, positions, skipped.tolist(), strict=True
         ):
             candidates[number][i] = ordered.select(unchanged)
-            left[number][i] = NextRows(ordered.scores[num:], ordered.slots[num:])
+            left[number][i] = OrderedRows(ordered.scores[num:], ordered.slots[num:])
         counts = torch.zeros(2, len(requests), dtype=torch.int64)
         for column, (number, table_rows) in enumerate(candidates.items()):
             counts[0, column] = self._count(table_rows)
@@ -277,16 +279,18 @@ class Evictions:
             number: table number.
             request: eviction request for the table.
         """
-        time, num_rows = self._present_score(number, request), request.max_rows
-        judged = self._score_rows(number, request, with_update=time is not None)
-        owned = [part for i, part in judged.items() if self._is_counted(i)]
-        spread = global_range(owned, self._ranks)
-        if time is not None:
+        use_score, num_rows = self._use_score(number, request), request.max_rows
+        slot_scores = self._score_rows(number, request, with_update=use_score is not None)
+        owned = [part for i, part in slot_scores.items() if self._is_counted(i)]
+        value_range = global_range(owned, self._ranks)
+        if use_score is not None:
             # Stagger the tables: first searches serve different eviction counts, so later
             # searches do not coincide.
-            num_times = _AT_ONCE if number in self._passed else 1 + number % _AT_ONCE
-            if spread.least >= time:
-                num_times = 1  # only rows with scores below ``time`` may be cached, and there are none
+            num_times = (
+                _EVICTIONS_PER_SEARCH if number in self._last_evicted else 1 + number % _EVICTIONS_PER_SEARCH
+            )
+            if value_range.least >= use_score:
+                num_times = 1  # only rows with scores below ``use_score`` may be cached, and there are none
             # Rows in the update are marked, too, but cannot be victims now: find as many more.
             num_staying = sum(
                 len(part.slots) + len(part.evicted)
@@ -294,23 +298,24 @@ class Evictions:
                 if self._is_counted(i)
             )
             num_rows = num_times * num_rows + int(self._ranks.sum(torch.tensor([num_staying])))
-        num_rows = min(num_rows, spread.number)
+        num_rows = min(num_rows, value_range.number)
         # All ranks return here together, because ``num_rows`` comes from sums over ranks.
         if num_rows == 0:
-            return Candidates(dict.fromkeys(judged, NextRows(_NONE, _NONE)), 0)
-        last = nth_smallest(owned, num_rows, spread, self._ranks)
-        rows = self._rows_up_to_score(number, judged, last, num_rows - last.below)
-        if time is None:
+            return Candidates(dict.fromkeys(slot_scores, OrderedRows(_NONE, _NONE)), 0)
+        last = nth_smallest(owned, num_rows, value_range, self._ranks)
+        rows = self._lowest_rows(number, slot_scores, last, num_rows - last.below)
+        if use_score is None:
             return Candidates(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
-        self._cached[number] = CachedCandidates(rows, time, self._loads(rows))
+        self._cached[number] = CachedCandidates(rows, use_score, self._loads(rows))
         # Removes the rows in the update, which the search has included.
         candidates = self._valid_cached({number: request})[number]
-        # Rows used from now on may get the score ``time`` and a smaller key than a candidate with that score.
-        if last.value >= time:
+        # Rows used from now on may get the score ``use_score`` and a smaller key than a candidate with that
+        # score.
+        if last.value >= use_score:
             self._cached.pop(number, None)
         return candidates
 
-    def _present_score(self, number: int, request: EvictionRequest) -> int | None:
+    def _use_score(self, number: int, request: EvictionRequest) -> int | None:
         """Return the score for a row used at this update.
 
         None if the policy's scores also change without use, so candidates cannot be cached.
@@ -330,7 +335,7 @@ class Evictions:
         """
         return self._tables[rectangle].rectangle.c0 == 0
 
-    def _count(self, rows: Mapping[int, NextRows]) -> int:
+    def _count(self, rows: Mapping[int, OrderedRows]) -> int:
         """Return the row count in a candidate list on this rank, every row counted once."""
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
@@ -339,7 +344,7 @@ class Evictions:
         table = self._tables[rectangle]
         policy = table.storage.keys.evict
         assert policy is not None
-        num = table.slots.num_slots
+        num = table.key_index.num_slots
         parts = {part.name: table.memory[part.name][:num] for part in policy.parts}
         return policy.scores(RowsToJudge(_NONE, parts), clock)
 
@@ -359,7 +364,7 @@ class Evictions:
         assert policy is not None
         # Slots with rows to consider, per rectangle.
         marks = {
-            i: self._tables[i].memory[ALIVE][: self._tables[i].slots.num_slots]
+            i: self._tables[i].memory[ALIVE][: self._tables[i].key_index.num_slots]
             if with_update
             else _evictable(self._tables[i], update)
             for i, update in request.update.items()
@@ -383,16 +388,16 @@ class Evictions:
             by_rectangle[i] = SlotScores(by_slot, marked)
         return by_rectangle
 
-    def _rows_up_to_score(
-        self, number: int, judged: Mapping[int, SlotScores], last: NthValue, num_tied: int
-    ) -> dict[int, NextRows]:
+    def _lowest_rows(
+        self, number: int, slot_scores: Mapping[int, SlotScores], last: NthValue, num_tied: int
+    ) -> dict[int, OrderedRows]:
         """Return all rows with a score below ``last.value``, and at least ``num_tied`` rows with this score.
 
         Among the rows with the score ``last.value`` (tied rows), the smallest keys are returned. Collective.
 
         Args:
             number: table number.
-            judged: scores by rectangle number.
+            slot_scores: scores by rectangle number.
             last: last victim's score.
             num_tied: minimum number of tied rows to return.
 
@@ -400,12 +405,14 @@ class Evictions:
             The rows in eviction order, by rectangle number.
         """
         bounds = [_LAST_KEY]
-        if last.equal - num_tied > (last.below + num_tied) // _FEW:
+        if last.equal - num_tied > (last.below + num_tied) // _TIE_SURPLUS_SHARE:
             bounds = [self._likely_bound(number, last, num_tied), _LAST_KEY]
         # With many ties, first try only keys up to a bound, to avoid sorting all ties. The last bound admits
         # every key, so the loop always ends with enough rows.
         for bound in bounds:
-            rows = {i: _rows_up_to(self._tables[i], scores, last, bound) for i, scores in judged.items()}
+            rows = {
+                i: _lowest_rows_in(self._tables[i], scores, last, bound) for i, scores in slot_scores.items()
+            }
             if bound == _LAST_KEY:
                 break
             count = torch.tensor([self._count(rows)])
@@ -424,7 +431,7 @@ class Evictions:
             last: last victim's score. A row is tied if the score is equal.
             num_tied: number of tied rows needed.
         """
-        score, key = self._passed.get(number, (last.value, FIRST_KEY))
+        score, key = self._last_evicted.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
         # The number of ties up to a key has a standard deviation of at most about sqrt(num_tied). Eight of
         # them above the mean make a second pass rare; 64 more cover small counts.
@@ -442,64 +449,64 @@ class Evictions:
         Returns:
             The slots of the victims, by rectangle number.
         """
-        rows, num_going = candidates.rows, min(num_victims, candidates.number)
+        rows, num_victims = candidates.rows, min(num_victims, candidates.number)
         # A single rectangle holds all rows in order already.
         if self._ranks.size == len(rows) == 1:
             ((i, ordered),) = rows.items()
-            going = ordered.slots[:num_going]
-            self._passed[number] = (
-                int(ordered.scores[num_going - 1]),
-                int(self._tables[i].keys_of(going[-1:])),
+            victims = ordered.slots[:num_victims]
+            self._last_evicted[number] = (
+                int(ordered.scores[num_victims - 1]),
+                int(self._tables[i].keys_of(victims[-1:])),
             )
-            return {i: going}
+            return {i: victims}
         # Find the last victim's score, then the last key among the candidates with this score.
         counted: list[tuple[Tensor, Tensor | None]] = [
             (ordered.scores, None) for i, ordered in rows.items() if self._is_counted(i)
         ]
-        last = nth_smallest(counted, num_going, global_range(counted, self._ranks), self._ranks)
+        last = nth_smallest(counted, num_victims, global_range(counted, self._ranks), self._ranks)
         keys = {i: self._tables[i].keys_of(ordered.slots) for i, ordered in rows.items()}
         tied = {i: ordered.scores == last.value for i, ordered in rows.items()}
         counted = [(keys[i], tied[i]) for i in rows if self._is_counted(i)]
-        spread_of_keys = global_range(counted, self._ranks)
-        key = nth_smallest(counted, num_going - last.below, spread_of_keys, self._ranks).value
-        self._passed[number] = last.value, key
+        key_range = global_range(counted, self._ranks)
+        key = nth_smallest(counted, num_victims - last.below, key_range, self._ranks).value
+        self._last_evicted[number] = last.value, key
         return {
             i: ordered.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(ordered.scores < last.value)]
             for i, ordered in rows.items()
         }
 
 
-def _evictable(table: HashedTable, update: InUpdate) -> Tensor:
+def _evictable(table: HashedTable, update: ProtectedRows) -> Tensor:
     """Return whether a slot holds a live row that the update does not bar from eviction, bool [S]."""
-    free = table.memory[ALIVE][: table.slots.num_slots].clone()
+    free = table.memory[ALIVE][: table.key_index.num_slots].clone()
     for slots in (update.evicted, update.slots):
         free.index_fill_(0, slots, False)
     return free
 
 
-def _rows_up_to(table: HashedTable, judged: SlotScores, last: NthValue, most: int) -> NextRows:
+def _lowest_rows_in(table: HashedTable, slot_scores: SlotScores, last: NthValue, max_key: int) -> OrderedRows:
     """Return marked rows with a score below ``last.value``, and tied rows with small keys, in eviction order.
 
     Args:
         table: rectangle.
-        judged: scores by slot.
+        slot_scores: scores by slot.
         last: last victim's score. A row is tied if the score is equal.
-        most: greatest key of the tied rows to return.
+        max_key: greatest key of the tied rows to return.
     """
-    marks = (judged.scores <= last.value).logical_and_(judged.marks)
-    if int(marks.count_nonzero()) * _FEW >= table.slots.num_live:
-        keys, slots = table.slots.marked(marks, _LAST_KEY if last.below else most)
+    marks = (slot_scores.scores <= last.value).logical_and_(slot_scores.marks)
+    if int(marks.count_nonzero()) * _SCAN_SHARE >= table.key_index.num_live:
+        keys, slots = table.key_index.marked(marks, _LAST_KEY if last.below else max_key)
     else:
         slots = marks.nonzero()[:, 0]
         keys = table.keys_of(slots)
     if last.below:
-        scores = judged.scores.index_select(0, slots)
+        scores = slot_scores.scores.index_select(0, slots)
     else:  # all selected rows are tied, so no score needs to be read
-        scores = judged.scores.new_full((1,), last.value).expand(len(slots))
-    is_inside = (scores < last.value).logical_or_(keys <= most)
+        scores = slot_scores.scores.new_full((1,), last.value).expand(len(slots))
+    is_inside = (scores < last.value).logical_or_(keys <= max_key)
     if not bool(is_inside.all()):
         scores, keys, slots = (part[is_inside] for part in (scores, keys, slots))
-    return NextRows(scores, slots).select(order_of_rows(scores, keys))
+    return OrderedRows(scores, slots).select(order_of_rows(scores, keys))
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
@@ -553,7 +560,7 @@ def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup
 
 
 def nth_smallest(
-    parts: Sequence[tuple[Tensor, Tensor | None]], n: int, spread: ValueRange, ranks: RankGroup
+    parts: Sequence[tuple[Tensor, Tensor | None]], n: int, value_range: ValueRange, ranks: RankGroup
 ) -> NthValue:
     """Return the n-th smallest marked value over all ranks. Collective.
 
@@ -562,15 +569,15 @@ def nth_smallest(
 
     Args:
         parts: pairs (values, marks) on this rank. Only values with a true mark count; without marks, all do.
-        n: position of the value in ascending order, from 1 to ``spread.number``.
-        spread: result of ``global_range`` for the same values.
+        n: position of the value in ascending order, from 1 to ``value_range.number``.
+        value_range: result of ``global_range`` for the same values.
         ranks: the ranks.
     """
     # Start with the bits in which the values can differ, so small ranges take a single round.
     size, shift = 1 << _DIGIT_BITS, 0
-    while (spread.greatest >> shift) - (spread.least >> shift) >= size:
+    while (value_range.greatest >> shift) - (value_range.least >> shift) >= size:
         shift += 1
-    base, below = spread.least, 0
+    base, below = value_range.least, 0
     while True:
         histogram = torch.zeros(size, dtype=torch.int64)
         for part in parts:

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshrec.tables.cached.file import RowFile, memory_for, new_path, part_bytes
 from meshrec.tables.cached.regions import StoredRows
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.cached.table import FileTable, RowLog, RowPartStart, RowsInFlight
+from meshrec.tables.cached.table import FileTable, InitializedPart, RowLog, RowsInFlight
 from meshrec.tables.hashed.keys import ALL_KEYS
 from meshrec.tables.index import Resolved
 from meshrec.tables.table import Rectangle, RowBlock, Span
@@ -36,7 +36,7 @@ class HashedFile:
 
     Args:
         rectangle: key and column intervals.
-        starts: row parts with initial values: the weight first, then the optimizer state.
+        initialized_parts: row parts with initial values: the weight first, then the optimizer state.
         options: folder for the file, and cache size for the whole table.
         name: table name.
         dim: number of values in a whole row.
@@ -46,7 +46,7 @@ class HashedFile:
     def __init__(
         self,
         rectangle: Rectangle,
-        starts: Sequence[RowPartStart],
+        initialized_parts: Sequence[InitializedPart],
         options: FileRows,
         *,
         name: str,
@@ -54,9 +54,9 @@ class HashedFile:
         max_rows: int,
     ) -> None:
         table, r0, r1, c0, c1 = rectangle
-        parts = [start.part for start in starts]
+        parts = [start.part for start in initialized_parts]
         # Fixed for the table's life. ``_rectangle`` has keys, unlike the file table's, which has index slots.
-        self._starts, self._rectangle = starts, rectangle
+        self._initialized_parts, self._rectangle = initialized_parts, rectangle
         # Tells table and rectangle to a user who looks into the folder.
         file_name = re.sub(r"\W", "_", name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
         label = f"table {name!r}"
@@ -67,7 +67,7 @@ class HashedFile:
         share = -(-cached * (r1 - r0) // (ALL_KEYS[1] - ALL_KEYS[0]))
         self.table = FileTable(
             Rectangle(table, 0, max_rows, c0, c1),
-            starts,
+            initialized_parts,
             StoredRows(file),
             num_slots=max(1, min(share, max_rows)),
             name=label,
@@ -108,7 +108,7 @@ class HashedFile:
         rows = memory_for(self.table.parts, len(slots), weights.shape[1])
         # The weight is the first part; the others are optimizer state with constant initial values.
         rows[0].copy_(weights[order])
-        for start, part in zip(self._starts[1:], rows[1:], strict=True):
+        for start, part in zip(self._initialized_parts[1:], rows[1:], strict=True):
             part.fill_(start.value)
         self.table.start_rows(slots, rows)
 

@@ -41,20 +41,20 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
         ValueError: a part does not fit, or there are more rows than ``max_rows``.
     """
     # Collective for split tensors, so before the return of ranks without rectangles.
-    whole = {name: _plain(value) for name, value in values.items()}
+    full_parts = {name: _to_tensor(value) for name, value in values.items()}
     if not tables:
         return
     storage = tables[0].storage
-    ids = validated_ids(whole, storage, prefix)
-    names = [part.name for part in storage.row_parts if part.name in whole]
+    ids = validated_ids(full_parts, storage, prefix)
+    names = [part.name for part in storage.row_parts if part.name in full_parts]
     # All values were checked above. From here on rows change.
     for table in tables:
         table.clear()
         for first in range(0, len(ids), _BLOCK_ROWS):
             rows = slice(first, first + _BLOCK_ROWS)
-            table.load(rows_in_rectangle(table, ids[rows], {name: whole[name][rows] for name in names}))
-        if storage.counts_waiting_ids and WAITING[0] in whole and len(whole[WAITING[0]]):
-            table.load(counts_in_rectangle(table, whole[WAITING[0]], whole[WAITING[1]]))
+            table.load(rows_in_rectangle(table, ids[rows], {name: full_parts[name][rows] for name in names}))
+        if storage.counts_waiting_ids and WAITING[0] in full_parts and len(full_parts[WAITING[0]]):
+            table.load(counts_in_rectangle(table, full_parts[WAITING[0]], full_parts[WAITING[1]]))
 
 
 def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterator[RowBlock]:
@@ -89,36 +89,36 @@ def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Ite
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 
 
-def validated_ids(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
+def validated_ids(full_parts: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
     """Check that the parts of a whole table fit, and return the ID per row, int64 [n].
 
     Args:
-        whole: whole-table parts, by name.
+        full_parts: whole-table parts, by name.
         storage: table description.
         prefix: prefix for part names in messages.
 
     Raises:
         ValueError: a part is missing or does not fit the table.
     """
-    weight, dim, most = whole["weight"], storage.part_column(storage.dim), storage.max_rows
+    weight, num_columns, max_rows = full_parts["weight"], storage.part_column(storage.dim), storage.max_rows
     check_loadable(weight, f"{prefix}weight", storage)
-    if missing := [part.name for part in storage.form.row_parts if part.name not in whole]:
+    if missing := [part.name for part in storage.form.row_parts if part.name not in full_parts]:
         raise ValueError(f"{prefix}{missing[0]} is missing. Load what the quantised model's state_dict gave.")
-    if weight.dim() != 2 or weight.shape[1] != dim:
+    if weight.dim() != 2 or weight.shape[1] != num_columns:
         raise ValueError(
-            f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table {dim} columns. "
-            "Load it into a model with the same tables."
+            f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table {num_columns} "
+            "columns. Load it into a model with the same tables."
         )
-    if len(weight) > most:
+    if len(weight) > max_rows:
         raise ValueError(
-            f"{prefix}weight: the state dict has {len(weight):,} rows, and max_rows is {most:,}. Nothing was "
-            "changed. Raise max_rows of the table's keys."
+            f"{prefix}weight: the state dict has {len(weight):,} rows, and max_rows is {max_rows:,}. Nothing "
+            "was changed. Raise max_rows of the table's keys."
         )
-    ids = whole.get(IDS)
+    ids = full_parts.get(IDS)
     # A fixed table's state dict has no IDs.
     if ids is None:
         return torch.arange(len(weight))
-    for name, value in whole.items():
+    for name, value in full_parts.items():
         if name not in WAITING and len(value) != len(weight):
             raise ValueError(
                 f"{prefix}{name} has {len(value)} rows, and {prefix}weight has {len(weight)}. Load what one "
@@ -198,7 +198,7 @@ def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str
     return parts
 
 
-def _plain(value: Tensor) -> Tensor:
+def _to_tensor(value: Tensor) -> Tensor:
     """Return a state dict value as an ordinary tensor in memory."""
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
     plain = values_of(full.detach())

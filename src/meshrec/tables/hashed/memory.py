@@ -43,7 +43,7 @@ class GrowingRows:
             requested from the system ahead of the first write).
 
     Attributes:
-        first: copies of the tensors in ``row``.
+        initial_row: copies of the tensors in ``row``.
         tensors: the memory: one tensor per tensor in ``row``, with at least ``num_rows`` rows.
         num_rows: rows in use. Later rows in ``tensors`` are undefined.
     """
@@ -51,7 +51,7 @@ class GrowingRows:
     def __init__(
         self, row: Sequence[Tensor], *, max_rows: int, name: str, other_regions: Sequence[GrowingRegion] = ()
     ) -> None:
-        self.first, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
+        self.initial_row, self._max_rows, self._name = [part.detach().clone() for part in row], max_rows, name
         reserved = [reserve_pages((max_rows, *part.shape[1:]), part.dtype, part.device) for part in row]
         # Reserved memory for ``max_rows`` rows, one tensor per part, for the table's whole life; or empty.
         self._reserved = [part for part in reserved if part is not None]
@@ -67,13 +67,13 @@ class GrowingRows:
                 f"{max_rows:,}",
                 row[0].device,
             )
-        self._bits = [bits_of(part) for part in self.first]
+        self._bits = [bits_of(part) for part in self.initial_row]
         """Bits of the initial value per tensor in ``row``, as ``Fills.add`` takes them."""
         regions = [GrowingRegion(part, part[:1].nbytes) for part in self._reserved]
         self._pages = PagePrefaulter([*regions, *other_regions])
         self.num_rows = 0
         # These tensor objects stay. ``_make_room`` gives them more memory.
-        self.tensors = [part.new_empty(0, *part.shape[1:]) for part in self.first]
+        self.tensors = [part.new_empty(0, *part.shape[1:]) for part in self.initial_row]
 
     @property
     def is_reserved(self) -> bool:
@@ -101,7 +101,7 @@ class GrowingRows:
         # The next power of two, see the note; at most the reserved height.
         if num_rows > len(self.tensors[0]):
             self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
-        rows = zip(self.tensors, self.first, self._bits, strict=True)
+        rows = zip(self.tensors, self.initial_row, self._bits, strict=True)
         for part, initial, bits in islice(rows, num_written, None):
             if bits or not self.is_reserved:  # fresh reserved pages hold zeros
                 part.data[self.num_rows : num_rows] = initial  # not counted as a write: see ``WriteCounter``
@@ -133,7 +133,9 @@ class GrowingRows:
         # Everything that can fail comes first, before a tensor changes.
         room = [part[:height] for part in self._reserved]
         if not room:
-            room = [empty_pages((height, *part.shape[1:]), part.dtype, part.device) for part in self.first]
+            room = [
+                empty_pages((height, *part.shape[1:]), part.dtype, part.device) for part in self.initial_row
+            ]
             for new, old in zip(room, self.tensors, strict=True):
                 new[: self.num_rows] = old[: self.num_rows]
         for part, new in zip(self.tensors, room, strict=True):

@@ -45,7 +45,7 @@ from meshrec.ops.index import (
 from meshrec.ops.initial_rows import uniform_rows, write_uniform_rows
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.cached.table import RowLog, RowPartStart, RowsInFlight
+from meshrec.tables.cached.table import InitializedPart, RowLog, RowsInFlight
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.hashed.admission import AdmissionCounts, admission_counts_for, in_span
 from meshrec.tables.hashed.file import CachedKeys, HashedFile
@@ -90,7 +90,7 @@ class PinnedRows(Pin):
     ) -> None:
         # ``pending`` grows if rows used by the batch are evicted before its update; see ``_mark_evicted``.
         self.table, self.pending, self._fresh = table, pending, fresh
-        self.changes = table.accounting.changes
+        self.changes_at_lookup = table.accounting.changes
         """``RowAccounting.changes`` when the batch was looked up: tells whether rows changed state since."""
         self._parts = parts
         self.arriving: RowsInFlight | None = None
@@ -210,16 +210,23 @@ class HashedTable:
             zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
         )
         # Pending rows need slots in addition to the ``max_rows`` live rows.
-        most = min(_MAX_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
+        max_slots = min(_MAX_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
         self.file: HashedFile | None = None
         """File with weights and optimizer state; None if they are in memory. See
         [Note: hashed rows in a file]."""
         if storage.file is not None:
-            starts = [
-                RowPartStart(part, float(row.pop(part.name).max())) for part in self.parts if part.name in row
+            initialized_parts = [
+                InitializedPart(part, float(row.pop(part.name).max()))
+                for part in self.parts
+                if part.name in row
             ]
             self.file = HashedFile(
-                rectangle, starts, storage.file, name=storage.name, dim=storage.dim, max_rows=most
+                rectangle,
+                initialized_parts,
+                storage.file,
+                name=storage.name,
+                dim=storage.dim,
+                max_rows=max_slots,
             )
         elif storage.dtype.itemsize == 2:
             # Stochastic rounding is seeded by key, because slots differ between plans.
@@ -228,13 +235,13 @@ class HashedTable:
         row |= {ALIVE: torch.zeros(1, dtype=torch.bool), "pins": torch.zeros(1, dtype=torch.int32)}
         label = f"table {storage.name!r}"
         # Maps keys to slots, for live and pending rows.
-        self.slots = HashIndex(most, seed=storage.keys.seed, name=label)
-        self._grown = GrowingRows(
-            list(row.values()), max_rows=most, name=label, other_regions=self.slots.growing_regions
+        self.key_index = HashIndex(max_slots, seed=storage.keys.seed, name=label)
+        self._growing_rows = GrowingRows(
+            list(row.values()), max_rows=max_slots, name=label, other_regions=self.key_index.growing_regions
         )
         # The tensors have the order of ``row``, in which ``weight`` is first; ``_write_new_rows`` relies on
         # it.
-        self.memory: dict[str, Tensor] = dict(zip(row, self._grown.tensors, strict=True))
+        self.memory: dict[str, Tensor] = dict(zip(row, self._growing_rows.tensors, strict=True))
         """Tensors indexed by slot, by name: weights and optimizer state unless they are in a file, policy
         parts, ``ALIVE`` (whether a slot is alive), ``pins`` (how many batches in flight use a pending slot),
         and for 16-bit rows ``key``, which seeds their stochastic rounding. The tensor objects never change;
@@ -324,11 +331,11 @@ class HashedTable:
         """
         # Free the finished batches' slots first, so they can be assigned again.
         self.release()
-        slots = self.slots.find(keys)
+        slots = self.key_index.find(keys)
         fresh, num_absent = None, int((slots < 0).sum())
         # Also in evaluation: a new ID reads its initial row at a pending slot, freed when the batch ends.
         if num_absent:
-            fresh = assign_slots([UnassignedIds(self.slots, keys.contiguous(), slots, num_absent)])[0]
+            fresh = assign_slots([UnassignedIds(self.key_index, keys.contiguous(), slots, num_absent)])[0]
         with Fills() as fills:
             pin = self.pin_slots([slots], train=train, fills=fills, fresh=fresh, num_absent=num_absent)
         if self.file is None:
@@ -362,7 +369,7 @@ class HashedTable:
             self.accounting.note_reads(sum(map(len, parts)), num_absent)
         # Only pending slots are counted in ``pins``. Live rows need no count: if they are evicted, the pins
         # in ``in_flight`` tell who uses them.
-        pending, num_pending = _NONE, self.slots.num_live - self.num_alive
+        pending, num_pending = _NONE, self.key_index.num_live - self.num_alive
         if fresh is not None and len(fresh.slots) == num_pending:
             # Common case: all pending slots in the table are new in this batch.
             pending = fresh.slots
@@ -381,7 +388,7 @@ class HashedTable:
 
     def keys_of(self, slots: Tensor) -> Tensor:
         """Return the key per slot, int64. The slots must be pending or alive."""
-        return self.slots.ids_of(slots)
+        return self.key_index.ids_of(slots)
 
     def ids_of(self, keys: Tensor) -> Tensor:
         """Return the ID per key, int64. Inverts the hash that maps IDs to keys."""
@@ -432,8 +439,8 @@ class HashedTable:
         unchanged = [i for i, name in enumerate(self.memory) if name in ("weight", "key", "pins", ALIVE)]
         # Fresh memory needs no initial weights either, as they are written below for these slots.
         num_written = int("weight" in self.memory)
-        self._grown.start_rows(
-            slots, self.slots.num_slots, fills, num_written=num_written, unchanged=unchanged
+        self._growing_rows.start_rows(
+            slots, self.key_index.num_slots, fills, num_written=num_written, unchanged=unchanged
         )
         ids, columns = self.ids_of(keys), self.rectangle.columns
         # ``.data`` leaves the tensor's version counter unchanged, so torch does not count this as a write.
@@ -452,9 +459,9 @@ class HashedTable:
         Args:
             keys: interval from which to return keys; None: all keys.
         """
-        all_keys, slots = self.slots.items()
+        all_keys, slots = self.key_index.items()
         # The index also lists pending slots. Skip the test if there are none.
-        selected = self.memory[ALIVE][slots] if self.slots.num_live > self.num_alive else None
+        selected = self.memory[ALIVE][slots] if self.key_index.num_live > self.num_alive else None
         if keys is not None:
             inside = in_span(all_keys, keys)
             selected = inside if selected is None else inside & selected
@@ -579,12 +586,12 @@ class HashedTable:
             if "waiting" in block.parts:
                 self.admission_counts.load(keys, block.parts["waiting"])
                 continue
-            slots = self.slots.find(keys)
+            slots = self.key_index.find(keys)
             absent = slots < 0
             if bool(absent.any()):
-                slots[absent] = self.slots.insert(keys[absent])
+                slots[absent] = self.key_index.insert(keys[absent])
             # Grow before reading the flags, which have no entry for slots beyond the present height.
-            self._grown.grow(1 + int(slots.max()) if len(slots) else 0)
+            self._growing_rows.grow(1 + int(slots.max()) if len(slots) else 0)
             new = ~self.memory[ALIVE][slots]
             with Fills() as fills:
                 # Initial values first, because the block may lack some parts.
@@ -616,7 +623,7 @@ class HashedTable:
     def reserve(self, keys: Tensor) -> None:
         """Assign slots to keys, int64 [N], ascending. Their rows must be loaded before they are used."""
         self.release()
-        self.slots.insert(keys)
+        self.key_index.insert(keys)
 
     def clear(self) -> None:
         """Remove all rows, and the counts of all IDs waiting for admission."""
@@ -639,7 +646,7 @@ class HashedTable:
         return self.key_ordered().snapshot()
 
 
-class _Parts(Mapping[str, Tensor]):
+class _LazyParts(Mapping[str, Tensor]):
     """The parts of a row block by name. A part is read from the table when it is accessed.
 
     So a reader that needs one part, such as ``ids``, does not read the weights.
@@ -713,7 +720,9 @@ class KeyOrderedRows:
         for start in range(first, end, self._table.block_rows):
             here = range(start, min(start + self._table.block_rows, end))
             positions = slice(here.start - self._first, here.stop - self._first)
-            parts = _Parts(self._table, self._keys[positions], self._slots[positions], columns, self._frozen)
+            parts = _LazyParts(
+                self._table, self._keys[positions], self._slots[positions], columns, self._frozen
+            )
             yield RowBlock(here, columns, parts)
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
@@ -966,17 +975,17 @@ def release_rows(tables: Iterable[HashedTable]) -> None:
             _free_slots([(table, table_slots) for (table, _), table_slots in listed if len(table_slots)])
 
 
-def evict_rows(going: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
+def evict_rows(evictions: Iterable[tuple[HashedTable, Tensor, Collection[object]]]) -> None:
     """Evict rows from tables: free their slots, and record their keys if a publisher watches the table.
 
     A slot used by a batch in flight is not freed. It becomes pending and gets the initial row again.
 
     Args:
-        going: tuples of a table, the slots to evict (distinct, int64), and pins of batches known to use none
-            of these slots.
+        evictions: tuples of a table, the slots to evict (distinct, int64), and pins of batches known to use
+            none of these slots.
     """
     with Fills() as fills:
-        left = [(eviction[0], *_mark_evicted(*eviction, fills)) for eviction in going if len(eviction[1])]
+        left = [(eviction[0], *_mark_evicted(*eviction, fills)) for eviction in evictions if len(eviction[1])]
     freed = _free_slots([(table, slots) for table, _, slots in left])
     for (table, held, _), keys in zip(left, freed, strict=True):
         if table.accounting.is_watched:
@@ -1042,7 +1051,7 @@ def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
     Returns:
         The removed keys, one tensor per pair.
     """
-    keys = free_slots([(table.slots, slots) for table, slots in rows])
+    keys = free_slots([(table.key_index, slots) for table, slots in rows])
     # Drop cached rows, too. Records in the file may stay: a slot's next row is written before it is read.
     for table, slots in rows:
         if table.file is not None and len(slots):
