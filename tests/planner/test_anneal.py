@@ -18,10 +18,10 @@ def problem(make_tables, profile):
     )
 
 
-def placed(problem, parts_T):
+def placed(problem, placements_T):
     state = State(problem, np.ones(problem.load_PK.shape[1]))
-    for table, parts in enumerate(parts_T):
-        state.add(table, parts)
+    for table, placement in enumerate(placements_T):
+        state.add(table, placement)
     return state
 
 
@@ -30,16 +30,16 @@ def test_plans_come_back_better_and_whole(problem):
         pytest.skip("no compiled kernels")
     before = fitting_plan(problem)
     choices = candidates_by_type(problem, np.ones(len(problem.type_C), bool))
-    parts_T, work = Annealer(problem, choices).improve(
-        before.plan, max_work=300_000, seconds=60.0, hot=0.1, seed=0
+    placements_T, work = Annealer(problem, choices).improve(
+        before.plan, max_work=300_000, seconds=60.0, start_temperature=0.1, seed=0
     )
     assert 0 < work < 400_000
-    after = placed(problem, parts_T)
+    after = placed(problem, placements_T)
     assert after.seconds < placed(problem, before.plan).seconds
     assert after.fits()
-    for table, parts in enumerate(parts_T):
-        assert problem.type_C[parts.candidate] == problem.type_T[table]
-        assert len(set(parts.rank_N.tolist())) == len(parts.rank_N)
-        groups = range(*problem.pieces(parts.candidate).indices(len(problem.candidate_P)))
-        assert set(parts.group_N.tolist()) == set(groups)
-    assert set(parts_T[0].rank_N.tolist()) <= {1, 2}
+    for table, placement in enumerate(placements_T):
+        assert problem.type_C[placement.candidate] == problem.type_T[table]
+        assert len(set(placement.rank_N.tolist())) == len(placement.rank_N)
+        groups = range(*problem.pieces(placement.candidate).indices(len(problem.candidate_P)))
+        assert set(placement.group_N.tolist()) == set(groups)
+    assert set(placements_T[0].rank_N.tolist()) <= {1, 2}

@@ -62,7 +62,7 @@ def test_too_little_memory_is_proven(profile):
     problem = problem_of([Table(name="t", num_embeddings=1000, embedding_dim=32)], profile, ["table_wise"])
     bound = bound_of(problem._replace(memory_cap=10.0))
     assert bound.value == np.inf
-    assert bound.squeezed(1.1) is None
+    assert bound.solve_small_pieces(1.1) is None
 
 
 @pytest.mark.parametrize("factor", [1.1, 1.5])
@@ -70,7 +70,7 @@ def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile, factor)
     """A table that has no others keeps its smallest."""
     problem = problem_of(make_tables(12, 3), profile, ["table_wise", "column_wise", "row_wise"])
     bound = bound_of(problem)
-    root, box = bound.best_box, bound.squeezed(factor)
+    root, box = bound.best_box, bound.solve_small_pieces(factor)
     largest_CK = problem.largest_load_CK() / bound.scale
     excess_C = (largest_CK / np.maximum(root.slowest_K, 1e-4)).max(axis=1)
     small_C = excess_C <= factor * (1 + 1e-9)
@@ -86,4 +86,4 @@ def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile, factor)
 
 def test_squeezed_by_nothing_is_the_relaxation_itself(make_tables, profile):
     bound = bound_of(problem_of(make_tables(12, 3), profile, ["table_wise", "row_wise"]))
-    assert bound.squeezed(np.inf) is bound.best_box
+    assert bound.solve_small_pieces(np.inf) is bound.best_box

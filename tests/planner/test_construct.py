@@ -50,7 +50,7 @@ def test_every_table_finds_a_place(problem):
     everything = np.ones(len(problem.type_C), bool)
     box = LowerBound(problem, everything).best_box
     state = construct(problem, box.share_C, candidates_by_type(problem, everything))
-    assert all(parts is not None for parts in state.parts_T)
+    assert all(placement is not None for placement in state.placements_T)
     assert state.fits()
 
 
@@ -68,7 +68,7 @@ def test_a_table_goes_where_it_costs_least(problem):
     state = State(problem, problem.load_PK.max(axis=0))
     whole = np.flatnonzero(problem.type_C == 0)[1:2]
     assert all(assign_table(state, table, whole) for table in range(4))
-    assert sorted(int(parts.rank_N[0]) for parts in state.plan) == [0, 1, 2, 3]
+    assert sorted(int(placement.rank_N[0]) for placement in state.plan) == [0, 1, 2, 3]
     state.bytes_R[:] = problem.memory_cap
     assert not assign_table(state, 4, whole)
     assert len(state.plan) == 4

@@ -8,7 +8,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, FileRows, Hashed
 from meshrec.ops import records
 from meshrec.planner import Disk, IdSample, Table, Topology, place_rows, plan_tables, tables_of_model
-from meshrec.planner.disk import _CACHE_NOTES, exponent_of, hit_rate
+from meshrec.planner.disk import _CACHE_ROW_OVERHEAD, exponent_of, hit_rate
 from meshrec.tables.cached.cache import slot_bytes
 
 
@@ -156,4 +156,4 @@ def test_a_table_in_a_file_takes_the_memory_of_its_cache(tmp_path):
     assert share == 1.0
     with pytest.raises(ValueError, match="memory"):
         plan_tables([table], topology, batch_size=64)
-    assert slot_bytes(0) <= _CACHE_NOTES
+    assert slot_bytes(0) <= _CACHE_ROW_OVERHEAD

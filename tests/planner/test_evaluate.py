@@ -28,7 +28,7 @@ from meshrec.planner.evaluate import (
 from meshrec.planner.optimize import optimize
 from meshrec.planner.problem import Layout, Scope
 from meshrec.planner.search import Effort
-from meshrec.planner.state import Parts
+from meshrec.planner.state import TablePlacement
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 TWO_NODES = WorldShape(4, 2)
@@ -175,12 +175,12 @@ def test_rows_are_cut_where_the_sizes_say():
     problem = build_problem(CostModel([table], Topology(world_size=3), batch_size=8), {})
     candidate = problem.layouts_C.index(Layout(Scope.RANKS, (32,), 3))
     group = problem.pieces(candidate).start
-    parts = Parts(candidate, np.full(3, group), np.array([2, 0, 1]), np.array([1.5, 0.3, 1.2]))
-    placements = whole_row_placements(problem, [parts], [table])
+    placement = TablePlacement(candidate, np.full(3, group), np.array([2, 0, 1]), np.array([1.5, 0.3, 1.2]))
+    placements = whole_row_placements(problem, [placement], [table])
     assert placements.rank_N.tolist() == [0, 1, 2]
     assert placements.row_start_N.tolist() == [0, 1, 5]
     assert placements.row_end_N.tolist() == [1, 5, 10]
-    tiny = Parts(candidate, np.full(3, group), np.array([0, 1, 2]), np.array([0.001, 0.001, 2.998]))
+    tiny = TablePlacement(candidate, np.full(3, group), np.array([0, 1, 2]), np.array([0.001, 0.001, 2.998]))
     assert whole_row_placements(problem, [tiny], [table]).row_end_N.tolist() == [1, 2, 10]
 
 

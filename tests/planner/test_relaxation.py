@@ -22,7 +22,7 @@ def solved(problem, relaxation, upper=1e3, *, cutoff=np.inf, rounds=8):
 
 def test_all_tables_cost_more_than_the_cheapest_candidates(problem):
     found = solved(problem, Relaxation(problem, 1.0))
-    total_C = problem.common_C + problem.mean_load_CK().sum(axis=1)
+    total_C = problem.common_cost_C + problem.mean_load_CK().sum(axis=1)
     cheapest = sum(total_C[problem.type_C == kind].min() for kind in problem.type_T)
     assert found.bound >= cheapest * (1 - 1e-9)
     assert (found.share_C @ problem.mean_load_CK() <= found.slowest_K + 1e-9).all()
@@ -95,7 +95,7 @@ def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, s
     for _ in range(4):
         candidate_T = [generator.choice(np.flatnonzero(problem.type_C == kind)) for kind in problem.type_T]
         slowest_K = sum(placed_unevenly(problem, index, generator) for index in candidate_T).max(axis=0)
-        scale = float(problem.common_C[candidate_T].sum() + slowest_K.sum())
+        scale = float(problem.common_cost_C[candidate_T].sum() + slowest_K.sum())
         relaxation = Relaxation(problem, scale)
         slowest_K = slowest_K / scale
         lower_K, upper_K = 0.9 * slowest_K, np.ones(len(slowest_K))

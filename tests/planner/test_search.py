@@ -40,7 +40,7 @@ def test_attempts_never_lose_the_best_plan(started, manner):
         seconds.append(search.seconds)
         assert search.seconds <= reached
     assert (np.diff(seconds) <= 0).all()
-    assert len(search.parts_T) == 10
+    assert len(search.placements_T) == 10
     assert search.work > work
 
 
@@ -50,10 +50,10 @@ def test_without_kernels_there_are_plans_all_the_same(problem, everything, box, 
     alone = Search(problem, everything, np.inf)
     assert alone.add_start(box, everything) is None
     assert alone.seconds == as_it_comes.seconds
-    assert len(alone.parts_T) == 10
+    assert len(alone.placements_T) == 10
 
 
 def test_what_does_not_fit_is_no_start(problem, everything, box):
     full = Search(problem._replace(memory_cap=1000.0), everything, np.inf)
     assert full.add_start(box, everything) is None
-    assert not full.parts_T
+    assert not full.placements_T

@@ -11,7 +11,7 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import CollectiveSet, _Candidate, solve
+from meshrec.planner.solver import CollectiveSet, _CollectiveSetSearch, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 EFFORT = Effort(time_limit=600.0, max_work=3e7, gap=0.0)
@@ -38,7 +38,7 @@ def options(problem: Problem, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
                 ranks = slice(place * span, (place + 1) * span)
                 load_RK[ranks] += problem.load_PK[group]
                 bytes_R[ranks] += problem.bytes_P[group]
-            found.append((np.concatenate(([problem.common_C[candidate]], load_RK.ravel())), bytes_R))
+            found.append((np.concatenate(([problem.common_cost_C[candidate]], load_RK.ravel())), bytes_R))
     unique = {(load.tobytes(), size.tobytes()): (load, size) for load, size in found}
     return list(unique.values())
 
@@ -128,7 +128,7 @@ def test_same_input_same_plan(make_tables, profile):
     problem = problem_of(make_tables(12), profile, 4)
     first, second = (solve(problem, everyway(problem), SHORT) for _ in range(2))
     assert (first.seconds, first.lower_bound, first.work) == (second.seconds, second.lower_bound, second.work)
-    for one, other in zip(first.parts_T, second.parts_T, strict=True):
+    for one, other in zip(first.placements_T, second.placements_T, strict=True):
         np.testing.assert_array_equal(one.rank_N, other.rank_N)
 
 
@@ -154,7 +154,9 @@ def test_the_search_ends_where_only_a_way_without_starts_could_be_faster(make_ta
         return lambda entrant, *args: method(entrant, *args) if entrant.fixed_seconds else nothing
 
     for name, nothing in (("start", None), ("start_from_memory", None), ("new_attempts", [])):
-        monkeypatch.setattr(_Candidate, name, without_starts(getattr(_Candidate, name), nothing))
+        monkeypatch.setattr(
+            _CollectiveSetSearch, name, without_starts(getattr(_CollectiveSetSearch, name), nothing)
+        )
     solution = solve(problem, [fast, slow], EFFORT)
     assert solution.seconds > 1.0 > solution.lower_bound
 
@@ -162,7 +164,7 @@ def test_the_search_ends_where_only_a_way_without_starts_could_be_faster(make_ta
 def test_no_memory_no_plan(make_tables, profile):
     problem = problem_of(make_tables(4), profile, 2, hbm_cap=1 << 12)
     solution = solve(problem, everyway(problem), EFFORT)
-    assert solution.parts_T == []
+    assert solution.placements_T == []
     assert solution.lower_bound == np.inf
     assert fitting_plan(problem) is None
 
@@ -175,7 +177,7 @@ def test_memory_alone_can_be_spread(make_tables, profile):
     tight = problem._replace(memory_cap=float(2 * problem.bytes_P[0] + 6 * problem.common_bytes_C[0]) + 1)
     state = fitting_plan(tight)
     assert state is not None
-    assert np.bincount([parts.rank_N[0] for parts in state.parts_T]).tolist() == [2, 2, 2]
+    assert np.bincount([placement.rank_N[0] for placement in state.placements_T]).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(4 if THOROUGH else 2))
@@ -183,11 +185,11 @@ def test_where_a_plan_fits_one_is_found(make_tables, profile, seed):
     """With as little memory as any plan of even pieces can do with."""
     problem = problem_of(make_tables(3, seed), profile, 3)
     in_bytes = problem._replace(
-        common_C=problem.common_bytes_C, load_PK=problem.bytes_P[:, None], memory_cap=np.inf
+        common_cost_C=problem.common_bytes_C, load_PK=problem.bytes_P[:, None], memory_cap=np.inf
     )
     least = brute_force(in_bytes)
     solution = solve(problem._replace(memory_cap=least * (1 + 1e-9)), everyway(problem), EFFORT)
-    assert solution.parts_T
+    assert solution.placements_T
 
 
 def test_little_memory_makes_plans_slower_but_not_fewer(make_tables, profile):
@@ -196,5 +198,5 @@ def test_little_memory_makes_plans_slower_but_not_fewer(make_tables, profile):
     least = problem.mean_bytes_C()
     least = sum(least[problem.type_C == kind].min() for kind in problem.type_T)
     tight = solve(problem._replace(memory_cap=least / 0.95), everyway(problem), SHORT)
-    assert tight.parts_T
+    assert tight.placements_T
     assert tight.seconds >= free.lower_bound

@@ -4,7 +4,7 @@ import pytest
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.problem import Scope
-from meshrec.planner.state import Parts, State
+from meshrec.planner.state import State, TablePlacement
 from meshrec.planner.types import ParameterConstraints, Topology
 
 
@@ -24,14 +24,14 @@ def place_all(state):
         found = [
             state.cheapest_placement(table, c, weight_K) for c in np.flatnonzero(state.problem.type_C == kind)
         ]
-        state.add(table, min((p for p in found if p), key=lambda placed: placed.objective).parts)
+        state.add(table, min((p for p in found if p), key=lambda placed: placed.objective).placement)
 
 
 def test_ranks_have_what_was_placed_on_them(problem):
     state = fresh(problem)
     place_all(state)
     assert len(state.plan) == len(problem.type_T)
-    mean_K = sum(problem.mean_load_CK()[parts.candidate] for parts in state.plan)
+    mean_K = sum(problem.mean_load_CK()[placement.candidate] for placement in state.plan)
     np.testing.assert_allclose(state.load_RK.mean(axis=0), mean_K)
     assert state.seconds == pytest.approx(state.common + state.load_RK.max(axis=0).sum())
     assert state.fits()
@@ -42,7 +42,7 @@ def test_a_place_is_worth_what_it_promises(problem):
     for candidate in np.flatnonzero(problem.type_C == problem.type_T[0]):
         state = fresh(problem)
         placed = state.cheapest_placement(0, candidate, state.weights())
-        state.add(0, placed.parts)
+        state.add(0, placed.placement)
         assert placed.objective <= state.seconds * (1 + 1e-9)
         assert placed.objective >= state.seconds / problem.num_ranks ** (1 / 8) * (1 - 1e-9)
 
@@ -51,7 +51,7 @@ def test_pieces_go_where_their_scope_says(problem):
     state = fresh(problem)
     for candidate, layout in enumerate(problem.layouts_C):
         table = int(np.flatnonzero(problem.type_T == problem.type_C[candidate])[0])
-        ranks = state.cheapest_placement(table, candidate, state.weights()).parts.rank_N
+        ranks = state.cheapest_placement(table, candidate, state.weights()).placement.rank_N
         assert len(set(ranks.tolist())) == len(ranks)
         if layout.scope is Scope.NODES:
             assert (np.bincount(ranks // 2, minlength=2) % 2 == 0).all()
@@ -64,7 +64,7 @@ def test_columns_of_one_node_stay_there(make_tables, profile):
     problem = build_problem(CostModel(tables, topology, batch_size=64), kinds)
     state = fresh(problem)
     place_all(state)
-    nodes = [set((parts.rank_N // 2).tolist()) for parts in state.parts_T]
+    nodes = [set((placement.rank_N // 2).tolist()) for placement in state.placements_T]
     assert [len(node) for node in nodes] == [1, 1]
     assert nodes[0] != nodes[1]
 
@@ -77,16 +77,16 @@ def test_full_and_forbidden_ranks_are_left_out(make_tables, profile):
     placed = state.cheapest_placement(
         0, int(np.flatnonzero(problem.type_C == problem.type_T[0])[0]), state.weights()
     )
-    assert placed.parts.rank_N.tolist() == [2]
+    assert placed.placement.rank_N.tolist() == [2]
     state.bytes_R[2] = problem.memory_cap
-    assert state.cheapest_placement(0, placed.parts.candidate, state.weights()) is None
+    assert state.cheapest_placement(0, placed.placement.candidate, state.weights()) is None
 
 
 def test_sizes_scale_only_what_varies(problem):
     state = fresh(problem)
     candidate = next(c for c, layout in enumerate(problem.layouts_C) if layout.row_parts == 2)
     group = problem.pieces(candidate).start
-    halves = Parts(candidate, np.array([group, group]), np.array([0, 1]), np.array([0.5, 1.5]))
+    halves = TablePlacement(candidate, np.array([group, group]), np.array([0, 1]), np.array([0.5, 1.5]))
     loads_NK = state.loads(halves)
     np.testing.assert_allclose(loads_NK.sum(axis=0), 2 * problem.load_PK[group])
     assert (loads_NK[0] >= problem.fixed_PK[group]).all()

@@ -44,9 +44,9 @@ class AnnealProblem(NamedTuple):
     fixed_PK: Floats
     bytes_P: Floats
     fixed_bytes_P: Floats
-    common_C: Floats
+    common_cost_C: Floats
     common_bytes_C: Floats
-    least_P: Floats
+    min_amount_P: Floats
     """Smallest amount that a piece may have; 1 is the size in an even split."""
     allowed_YR: Ints
     """1 for the ranks that tables of a type may use; empty if all types may use all ranks."""
@@ -92,8 +92,8 @@ def anneal(
     memory_cap: float,
     max_work: int,
     seconds: float,
-    hot: float = 0.3,
-    cold: float = 3e-4,
+    start_temperature: float = 0.3,
+    end_temperature: float = 3e-4,
     placement_share: float = 1.0,
     exponent: int = 4,
     seed: int = 0,
@@ -112,8 +112,8 @@ def anneal(
         memory_cap: bytes per rank.
         max_work: limit for the number of rank loads to compute, see `Annealed`.
         seconds: time limit.
-        hot: initial temperature, relative to the mean load per rank.
-        cold: final temperature, relative to the mean load per rank.
+        start_temperature: initial temperature, relative to the mean load per rank.
+        end_temperature: final temperature, relative to the mean load per rank.
         placement_share: maximum share of the work for moves that consider all ranks, to place or split a
             table again. The other moves shift a single shard or exchange two.
         exponent: initial exponent of the norm that smooths the maximum over ranks, a power of two up to 64.
@@ -132,8 +132,8 @@ def anneal(
         memory_cap,
         max_work,
         seconds,
-        hot,
-        cold,
+        start_temperature,
+        end_temperature,
         placement_share,
         exponent,
         seed,

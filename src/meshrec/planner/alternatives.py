@@ -129,11 +129,11 @@ def _best_per_type(
         if placed is None:
             continue
         load_RK: Floats = state.load_RK.copy()
-        load_RK[placed.parts.rank_N] += state.loads(placed.parts)
-        after = float(load_RK.max(axis=0).sum() + problem.common_C[candidate])
+        load_RK[placed.placement.rank_N] += state.loads(placed.placement)
+        after = float(load_RK.max(axis=0).sum() + problem.common_cost_C[candidate])
         name = sharding_type(problem.layouts_C[candidate], constraints.get(table.name)).value
         after += latency.seconds(name == ShardingType.DATA_PARALLEL.value)
-        alternative = Alternative(name, max(1, len(placed.parts.rank_N)), after - before)
+        alternative = Alternative(name, max(1, len(placed.placement.rank_N)), after - before)
         if name not in best or alternative.change < best[name].change:
             best[name] = alternative
     return best

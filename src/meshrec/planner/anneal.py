@@ -6,7 +6,7 @@ import numpy as np
 
 from meshrec.ops.planning import MAX_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
 from meshrec.planner.problem import Problem, Scope
-from meshrec.planner.state import Parts
+from meshrec.planner.state import TablePlacement
 from meshrec.planner.types import Ints
 
 # Smallest size of an uneven piece, relative to the even split.
@@ -33,22 +33,22 @@ class Annealer:
 
     def improve(
         self,
-        parts_T: Sequence[Parts],
+        placements_T: Sequence[TablePlacement],
         *,
         max_work: int,
         seconds: float,
-        hot: float,
+        start_temperature: float,
         seed: int,
         placement_share: float = 1.0,
         exponent: int = 4,
-    ) -> tuple[list[Parts], int]:
+    ) -> tuple[list[TablePlacement], int]:
         """Anneal a plan; see ``ops.planning.anneal``.
 
         Args:
-            parts_T: placement per table in the plan to start from.
+            placements_T: placement per table in the plan to start from.
             max_work: work limit, as counted by the compiled loop.
             seconds: time limit.
-            hot: initial temperature, as a fraction of a rank's mean load.
+            start_temperature: initial temperature, as a fraction of a rank's mean load.
             seed: random seed.
             placement_share: maximum fraction of the work for moves which place a whole table again.
             exponent: initial exponent q in the norm over ranks, see ``state.py``.
@@ -58,43 +58,43 @@ class Annealer:
         """
         annealed: Annealed = anneal(
             self._arrays,
-            _assignment(parts_T),
+            _assignment(placements_T),
             num_ranks=self._problem.num_ranks,
             node_size=self._problem.node_size,
             memory_cap=float(self._problem.memory_cap),
             max_work=max_work,
             seconds=seconds,
-            hot=hot,
+            start_temperature=start_temperature,
             placement_share=placement_share,
             exponent=exponent,
             seed=seed,
         )
-        return _parts(annealed.assignment), annealed.work
+        return _table_placements(annealed.assignment), annealed.work
 
 
-def _assignment(parts_T: Sequence[Parts]) -> Assignment:
+def _assignment(placements_T: Sequence[TablePlacement]) -> Assignment:
     """Convert placements per table to flat arrays for the compiled loop."""
-    lengths = [len(parts.rank_N) for parts in parts_T]
+    lengths = [len(placement.rank_N) for placement in placements_T]
     return Assignment(
-        np.array([parts.candidate for parts in parts_T], np.int64),
+        np.array([placement.candidate for placement in placements_T], np.int64),
         np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-        np.concatenate([parts.group_N for parts in parts_T]).astype(np.int64),
-        np.concatenate([parts.rank_N for parts in parts_T]).astype(np.int64),
-        np.concatenate([parts.amount_N for parts in parts_T]).astype(np.float64),
+        np.concatenate([placement.group_N for placement in placements_T]).astype(np.int64),
+        np.concatenate([placement.rank_N for placement in placements_T]).astype(np.int64),
+        np.concatenate([placement.amount_N for placement in placements_T]).astype(np.float64),
     )
 
 
-def _parts(assignment: Assignment) -> list[Parts]:
+def _table_placements(assignment: Assignment) -> list[TablePlacement]:
     """Convert the compiled loop's flat arrays back to placements per table."""
-    parts = []
+    placements_T = []
     for table, candidate in enumerate(assignment.candidate_T):
         mine = slice(int(assignment.start_T[table]), int(assignment.start_T[table + 1]))
-        parts.append(
-            Parts(
+        placements_T.append(
+            TablePlacement(
                 int(candidate), assignment.group_N[mine], assignment.rank_N[mine], assignment.amount_N[mine]
             )
         )
-    return parts
+    return placements_T
 
 
 def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
@@ -123,9 +123,9 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
         fixed_PK=np.minimum(problem.fixed_PK, problem.load_PK),
         bytes_P=problem.bytes_P,
         fixed_bytes_P=problem.fixed_bytes_P,
-        common_C=problem.common_C,
+        common_cost_C=problem.common_cost_C,
         common_bytes_C=problem.common_bytes_C,
-        least_P=np.minimum(np.maximum(LEAST_AMOUNT, 2 / problem.rows_P), 1.0),
+        min_amount_P=np.minimum(np.maximum(LEAST_AMOUNT, 2 / problem.rows_P), 1.0),
         allowed_YR=(
             np.stack([full if mask is None else mask for mask in problem.ranks_Y]).astype(np.int64).ravel()
             if masked

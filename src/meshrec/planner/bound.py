@@ -48,9 +48,9 @@ class LowerBound:
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
-        self.scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
+        self.scale = float(problem.mean_load_CK().sum() + problem.common_cost_C.max(initial=0.0)) or 1.0
         self._problem, self._allowed_C, self._type_C = problem, allowed_C, problem.type_C
-        # For `squeezed`, which excludes large pieces.
+        # For `solve_small_pieces`, which excludes large pieces.
         self._largest_CK = problem.largest_load_CK() / self.scale
         # One linear program for all boxes: basis and cuts are kept, so later boxes are solved faster.
         self._relaxation = Relaxation(problem, self.scale, deadline)
@@ -88,7 +88,7 @@ class LowerBound:
         """Work so far; see `Effort`."""
         return self._relaxation.work
 
-    def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
+    def solve_small_pieces(self, factor: float, *, leaves_room: bool = False) -> Box | None:
         """Solve the relaxation with small pieces only, as a starting point to construct a plan.
 
         Args:
@@ -127,13 +127,13 @@ class LowerBound:
         most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            cut = _cut(box)
-            if cut is None:
+            split = _find_split(box)
+            if split is None:
                 self._closed = min(self._closed, box.bound)
                 continue
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
-            upper_K[cut.phase] = cut.at_most
-            lower_K[cut.phase] = cut.at_least
+            upper_K[split.phase] = split.at_most
+            lower_K[split.phase] = split.at_least
             self._open(box.bound, box.lower_K, upper_K, box.admitted_C, cutoff=most, rounds=_ROUNDS)
             self._open(box.bound, lower_K, box.upper_K, box.admitted_C, cutoff=most, rounds=_ROUNDS)
             return True
@@ -163,7 +163,7 @@ class LowerBound:
             heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
 
-class _Cut(NamedTuple):
+class _BoxSplit(NamedTuple):
     """Split of a box into two: T of `phase` is at most ``at_most`` in one half, at least ``at_least`` in the
     other.
     """
@@ -173,7 +173,7 @@ class _Cut(NamedTuple):
     at_least: float
 
 
-def _cut(box: Box) -> _Cut | None:
+def _find_split(box: Box) -> _BoxSplit | None:
     """Return where to split a box: as the relaxation requests, or else in the middle of the widest side.
 
     None if the box is too small to split.
@@ -188,4 +188,4 @@ def _cut(box: Box) -> _Cut | None:
         if width_K[phase] < _LEAST_WIDTH:
             return None
     # A piece as large as `value` is then excluded from the lower half, despite rounding.
-    return _Cut(phase, value * (1 - 1e-7), value)
+    return _BoxSplit(phase, value * (1 - 1e-7), value)

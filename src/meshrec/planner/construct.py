@@ -16,13 +16,13 @@ from meshrec.planner.types import Bools, Floats, Ints
 _NO_CAP = 1e30
 # Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
 # table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
-_PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
+_PIECE_FRACTIONS, _MEMORY_TOLERANCE = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
 # Work in the first annealing attempt that balances memory, and the initial temperature.
-_BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
+_BALANCE_WORK, _BALANCE_START_TEMPERATURE = 2_000_000, 0.03
 _FITTING_SECONDS = 1.0
 # Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
 # Every attempt does twice the work of the attempt before.
-_NEAR, _ATTEMPTS = 1.5, 3
+_ANNEAL_LIMIT, _ATTEMPTS = 1.5, 3
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
@@ -114,7 +114,7 @@ def assign_table(state: State, table: int, candidates: Ints) -> bool:
     attempts = [state.cheapest_placement(table, int(candidate), weight_K) for candidate in candidates]
     feasible = [placed for placed in attempts if placed is not None]
     if feasible:
-        state.add(table, min(feasible, key=lambda placed: placed.objective).parts)
+        state.add(table, min(feasible, key=lambda placed: placed.objective).placement)
     return bool(feasible)
 
 
@@ -156,14 +156,14 @@ def most_even_plan(
     # The same problem with bytes in instead of seconds, as the only phase, to minimize memory.
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
-        common_C=problem.common_bytes_C,
+        common_cost_C=problem.common_bytes_C,
         load_PK=problem.bytes_P[:, None],
         fixed_PK=problem.fixed_bytes_P[:, None],
     )
     fits_C = problem.can_fit_C() if allowed_C is None else allowed_C & problem.can_fit_C()
     starts: list[tuple[State, list[Ints]]] = []
     # Several piece sizes, because none is best for all inputs; all candidates come last.
-    for some_C in (*(_thrifty(problem, fits_C, part) for part in _PARTS), fits_C):
+    for some_C in (*(_lean_candidates(problem, fits_C, part) for part in _PIECE_FRACTIONS), fits_C):
         candidates_Y = candidates_by_type(problem, some_C)
         state = _spread(in_bytes, candidates_Y, problem.memory_cap)
         if state.seconds <= problem.memory_cap:
@@ -180,7 +180,7 @@ def most_even_plan(
     return best
 
 
-def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
+def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
     """Return a mask [C] of the candidates with small pieces and nearly the minimum memory of their type.
 
     Args:
@@ -192,11 +192,11 @@ def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
     # Candidates are sorted by type, so the last candidate has the largest type index.
     num_types = int(problem.type_C[-1]) + 1
-    least_Y, thrifty_Y = np.full(num_types, np.inf), np.full(num_types, np.inf)
+    least_Y, lean_Y = np.full(num_types, np.inf), np.full(num_types, np.inf)
     np.minimum.at(least_Y, problem.type_C[fits_C], piece_C[fits_C])
     small_C = fits_C & (piece_C <= np.maximum(part * problem.memory_cap, least_Y[problem.type_C]))
-    np.minimum.at(thrifty_Y, problem.type_C[small_C], mean_C[small_C])
-    return np.asarray(small_C & (mean_C <= _THRIFTY * thrifty_Y[problem.type_C]))
+    np.minimum.at(lean_Y, problem.type_C[small_C], mean_C[small_C])
+    return np.asarray(small_C & (mean_C <= _MEMORY_TOLERANCE * lean_Y[problem.type_C]))
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
@@ -216,12 +216,20 @@ def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: floa
     """
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
-        if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.supports(state.problem):
+        if (
+            not cap < state.seconds < _ANNEAL_LIMIT * cap
+            or seconds <= 0
+            or not Annealer.supports(state.problem)
+        ):
             break
-        parts_T, _ = Annealer(state.problem, candidates_Y).improve(
-            state.plan, max_work=_BALANCE_WORK << seed, seconds=seconds, hot=_BALANCE_HOT, seed=seed
+        placements_T, _ = Annealer(state.problem, candidates_Y).improve(
+            state.plan,
+            max_work=_BALANCE_WORK << seed,
+            seconds=seconds,
+            start_temperature=_BALANCE_START_TEMPERATURE,
+            seed=seed,
         )
         state = State(state.problem)
-        for table, parts in enumerate(parts_T):
-            state.add(table, parts)
+        for table, placement in enumerate(placements_T):
+            state.add(table, placement)
     return state

@@ -169,11 +169,11 @@ class _Phase(NamedTuple):
         whole = np.floor(least)
         piece = whole + np.maximum(least - whole - fraction_Q, 0.0) * slope_Q
         total = factor_Q[:, None] * (self.count_U * self.mean_U)
-        lost = _most_lost(total, np.maximum(self.count_U, 1.0), fraction_Q, slope_Q)
+        lost = _max_rounding_loss(total, np.maximum(self.count_U, 1.0), fraction_Q, slope_Q)
         return np.asarray(np.maximum(self.count_U * piece, total - lost))
 
 
-def _most_lost(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats) -> Floats:
+def _max_rounding_loss(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats) -> Floats:
     """Return the maximum sum of x - F(x) over `count` pieces whose loads x sum to `total` [Q, U].
 
     This is how much rounding can lose in an uneven split. x - F(x) depends only on the fractional part of x

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshrec.planner.types import Floats, Table, Topology
 
-# Maximum number of bins for the rows of a table in `_Law`.
+# Maximum number of bins for the rows of a table in `_ZipfLaw`.
 _BINS = 400
 # Number of equal steps in which a cache may grow to the whole table.
 _STEPS = 100
@@ -82,7 +82,7 @@ class StoragePlan(NamedTuple):
         return "\n".join(lines)
 
 
-class _Law:
+class _ZipfLaw:
     """Zipf's law over the rows of a table: the chance of the k-th most frequent row is proportional to k^-s.
 
     Rows with similar ranks k share a bin, and count as equally likely.
@@ -145,7 +145,7 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
     low, high = 0.0, 4.0
     for _ in range(50):
         middle = (low + high) / 2
-        if _Law(num_rows, middle).distinct(sample.draws) > sample.distinct:
+        if _ZipfLaw(num_rows, middle).distinct(sample.draws) > sample.distinct:
             low = middle
         else:
             high = middle
@@ -161,7 +161,7 @@ def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> floa
         sample: statistics on looked-up IDs, from which the skew is estimated.
         draws: ID count per batch.
     """
-    return _Law(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
+    return _ZipfLaw(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
 
 def place_rows(
@@ -261,13 +261,13 @@ class _CacheSize:
 
     def __init__(self, table: Table, sample: IdSample, samples_per_step: int) -> None:
         self.table = table
-        self._law = _Law(table.num_embeddings, exponent_of(table.num_embeddings, sample))
+        self._law = _ZipfLaw(table.num_embeddings, exponent_of(table.num_embeddings, sample))
         self._draws = table.ids_per_sample * samples_per_step
         self._distinct = self._law.distinct(self._draws)
         # The index of hashed keys stays in memory completely, and is not part of a record.
         self.index_bytes = table.index_bytes * table.num_embeddings
         self._values = table.num_bytes / table.num_embeddings - table.index_bytes
-        self.row_bytes = self._values + _CACHE_NOTES
+        self.row_bytes = self._values + _CACHE_ROW_OVERHEAD
         # The rows of two batches must fit, the current one and the next, plus a margin.
         self.least = min(table.num_embeddings, int(2.5 * self._distinct) + 1)
         self.step = max(1, table.num_embeddings // _STEPS)
@@ -307,4 +307,4 @@ class _CacheSize:
 
 
 # Bytes per cached row in addition to the values: see ``tables.cached.cache``.
-_CACHE_NOTES = 38
+_CACHE_ROW_OVERHEAD = 38

@@ -28,7 +28,7 @@ from meshrec.planner.types import (
 # Maximum number of column parts per table, which limits the number of candidates.
 _MAX_COLUMN_PARTS = 16
 # Constraints of a table for which the user gave none.
-_FREE = ParameterConstraints()
+_NO_CONSTRAINTS = ParameterConstraints()
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     if num_nodes > 1 and constraints.ranks is None and table.num_embeddings >= node_size:
         by_nodes = _node_layouts(table, allowed, splits, num_nodes, node_size)
         result += [
-            layout for layout in by_nodes if not constraints.all_ranks or _is_everywhere(layout, num_nodes)
+            layout for layout in by_nodes if not constraints.all_ranks or _covers_all_nodes(layout, num_nodes)
         ]
     # On a single node, table-row-wise means all ranks, which row-wise includes if it is allowed.
     elif num_nodes == 1 and num_ranks > 1 and _TWRW in allowed and ShardingType.ROW_WISE not in allowed:
@@ -100,7 +100,7 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     return result
 
 
-def _is_everywhere(layout: Layout, num_nodes: int) -> bool:
+def _covers_all_nodes(layout: Layout, num_nodes: int) -> bool:
     """Return whether a node layout is allowed under ``ParameterConstraints.all_ranks``.
 
     A row-wise layout must have a row part on every node. Other layouts are always allowed.
@@ -238,7 +238,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         type_T=type_T,
         layouts_C=layouts_C,
         type_C=np.array(type_C, np.int64),
-        common_C=common_CF.sum(1) + shared_C,
+        common_cost_C=common_CF.sum(1) + shared_C,
         common_bytes_C=common_bytes_C,
         piece_start_C=start_C,
         candidate_P=pieces.candidate,
@@ -250,7 +250,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         width_P=pieces.columns,
         rows_P=pieces.rows,
         min_partition_Y=np.array(
-            [_min_partition(constraints.get(model.tables[i].name, _FREE)) for i in examples]
+            [_min_partition(constraints.get(model.tables[i].name, _NO_CONSTRAINTS)) for i in examples]
         ),
         merge_FK=merge_FK,
         ranks_Y=[_rank_mask(constraints.get(model.tables[i].name), model.num_ranks) for i in examples],
@@ -277,7 +277,9 @@ def _candidates(
     type_C: list[int] = []
     for kind, index in enumerate(examples):
         table = model.tables[index]
-        of_table = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
+        of_table = layouts(
+            table, constraints.get(table.name, _NO_CONSTRAINTS), model.num_ranks, model.node_size
+        )
         if not of_table:
             raise ValueError(_no_candidate(table, constraints[table.name], model))
         layouts_C += of_table
@@ -298,7 +300,7 @@ def _group(
     type_T = np.empty(len(tables), np.int64)
     for index, table in enumerate(tables):
         # repr, because constraints may hold lists, which are not hashable.
-        key = repr((_anonymous(table), constraints.get(table.name)))
+        key = repr((_attributes_without_names(table), constraints.get(table.name)))
         if key not in kinds:
             kinds[key] = len(examples)
             examples.append(index)
@@ -306,7 +308,7 @@ def _group(
     return type_T, examples
 
 
-def _anonymous(table: Table) -> tuple[object, ...]:
+def _attributes_without_names(table: Table) -> tuple[object, ...]:
     """Return all attributes of a table except the names, so that identical tables compare equal."""
     names = (name for name in table.__dataclass_fields__ if name not in ("name", "module_path"))
     return tuple(getattr(table, name) for name in names)

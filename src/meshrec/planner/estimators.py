@@ -148,7 +148,7 @@ class CostModel:
         loads = np.zeros((len(table), NUM_PHASES))
         loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
-        loads[:, _IDS] += self._routes.once * ids * per_id
+        loads[:, _IDS] += self._routes.exchange_work_factor * ids * per_id
         # Only used with across_nodes="rows".
         fetched = self._fetched(table, ids, share)
         # With ``across_nodes="rows"``, the owner reads and encodes every distinct row once per node.
@@ -169,7 +169,7 @@ class CostModel:
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
             # Formats which are more than a cast need another pass at both ends.
             passes += np.where(row.is_cast, 0.0, 2 * (kernel + encoded * row.wire_bytes))
-            loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
+            loads[:, phase] += self._routes.exchange_work_factor * passes / p.stream_bandwidth
             if direction == _FORWARD_WIRE:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
         loads[:, _LOOKUP] += self._index_seconds(table, ids, share)
@@ -182,7 +182,7 @@ class CostModel:
         # Tables whose optimizer needs no row statistics have 0 bytes here.
         sums = distinct * a.row_statistics_bytes_T[table]
         # An all-reduce sends every byte twice: to the summing rank, and back.
-        statistics = 2 * sums * self._routes.wire
+        statistics = 2 * sums * self._routes.seconds_per_byte
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics are exchanged between the sum of gradients and the update.
         if p.sorts_once:  # sorted IDs are reused; gradients are read twice
@@ -446,9 +446,9 @@ class CostModel:
         equal loads, so this work is counted on the owner.
         """
         p = self.profile
-        loads[:, _IDS] += self._routes.once * ids * p.route_id_seconds
+        loads[:, _IDS] += self._routes.exchange_work_factor * ids * p.route_id_seconds
         if self.topology.packed_ids:
-            loads[:, _IDS] += self._routes.once * 2 * fetched * p.scan_id_seconds
+            loads[:, _IDS] += self._routes.exchange_work_factor * 2 * fetched * p.scan_id_seconds
         loads[:, _LOOKUP] += ids * columns * VALUE_BYTES / p.stream_bandwidth
         loads[:, _UPDATE] += fetched * (p.update_id_seconds + columns * VALUE_BYTES / p.stream_bandwidth)
 

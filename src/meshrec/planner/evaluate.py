@@ -17,7 +17,7 @@ from meshrec.plan.sharding_plan import (
 )
 from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, UsedCollectives
 from meshrec.planner.problem import Layout, Problem, Scope
-from meshrec.planner.state import Parts
+from meshrec.planner.state import TablePlacement
 from meshrec.planner.travel import Sent
 from meshrec.planner.types import (
     Bools,
@@ -141,7 +141,9 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     # local rank, which receives the IDs for all owners behind it once.
     stands_N = rank_N % model.node_size if model.rows_across else rank_N
     inside_N, across_N = sent["ids"]
-    sent["ids"] = Sent(inside_N / _sharing(placements, stands_N), across_N / _sharing(placements, rank_N))
+    sent["ids"] = Sent(
+        inside_N / _count_same_ids(placements, stands_N), across_N / _count_same_ids(placements, rank_N)
+    )
     # The part of the ID phase that a pipeline can hide: transit, without packing and routing.
     travel_R = np.zeros(model.num_ranks)
     shares_N = rows_N / model.arrays.rows_T[table_N]
@@ -160,7 +162,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     )
 
 
-def _sharing(placements: Placements, receiver_N: Ints) -> Ints:
+def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
     """Return, per rectangle, how many rectangles have the same table, rows and receiver.
 
     They share an ID message, so each accounts for an equal part of it.
@@ -195,7 +197,9 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
     return complete
 
 
-def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
+def whole_row_placements(
+    problem: Problem, placements_T: Sequence[TablePlacement], tables: Sequence[Table]
+) -> Placements:
     """Convert the solver's placement to rectangles with whole rows and columns.
 
     The solver works with fractional piece sizes. Rows and columns are cut in proportion to these sizes, and
@@ -203,28 +207,28 @@ def whole_row_placements(problem: Problem, parts_T: Sequence[Parts], tables: Seq
 
     Args:
         problem: planning problem, for the layouts of candidates.
-        parts_T: placement per table.
-        tables: tables, in the same order as `parts_T`.
+        placements_T: placement per table.
+        tables: tables, in the same order as `placements_T`.
     """
     rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
-    for index, (parts, table) in enumerate(zip(parts_T, tables, strict=True)):
-        layout = problem.layouts_C[parts.candidate]
+    for index, (placement, table) in enumerate(zip(placements_T, tables, strict=True)):
+        layout = problem.layouts_C[placement.candidate]
         replicated.append(layout.scope is Scope.EVERYWHERE)
         # Number of row parts per column part, on ranks.
         length = layout.row_parts * (problem.node_size if layout.scope is Scope.NODES else 1)
         column = 0
         # `length` consecutive entries are the row parts of one column part.
-        for first in range(0, len(parts.rank_N), length):
+        for first in range(0, len(placement.rank_N), length):
             chunk = slice(first, first + length)
-            group = int(parts.group_N[first])
+            group = int(placement.group_N[first])
             width = int(problem.width_P[group])
             # Without a row split, an uneven piece has more or fewer columns.
             if length == 1:
-                width = round(width * float(parts.amount_N[first]))
-            order = np.argsort(parts.rank_N[chunk], kind="stable")
-            cuts = _row_cuts(table.num_embeddings, parts.amount_N[chunk][order])
-            for rank, start, end in zip(parts.rank_N[chunk][order], cuts[:-1], cuts[1:], strict=True):
+                width = round(width * float(placement.amount_N[first]))
+            order = np.argsort(placement.rank_N[chunk], kind="stable")
+            cuts = _row_cuts(table.num_embeddings, placement.amount_N[chunk][order])
+            for rank, start, end in zip(placement.rank_N[chunk][order], cuts[:-1], cuts[1:], strict=True):
                 if end > start:
                     rectangles.append((index, int(start), int(end), column, column + width, int(rank)))
             column += width
@@ -295,11 +299,13 @@ def to_plan(
         # Tables without a backward pass are quantized.
         kernel = kernel if table.trained else EmbeddingComputeKernel.QUANT
         whole = bool(placements.replicated_T[index])
-        plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.own_name] = ParameterSharding(
-            sharding_type=types_T[index],
-            compute_kernel=kernel,
-            ranks=None if whole else tuple(shard.placement.rank for shard in shards[index]),
-            sharding_spec=None if whole else EnumerableShardingSpec(shards=tuple(shards[index])),
+        plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.local_name] = (
+            ParameterSharding(
+                sharding_type=types_T[index],
+                compute_kernel=kernel,
+                ranks=None if whole else tuple(shard.placement.rank for shard in shards[index]),
+                sharding_spec=None if whole else EnumerableShardingSpec(shards=tuple(shards[index])),
+            )
         )
     return plan
 
@@ -317,7 +323,7 @@ def from_plan(
     replicated = []
     for index, table in enumerate(tables):
         tables_of_module = modules.get(table.module_path)
-        sharding = tables_of_module.get(table.own_name) if tables_of_module else None
+        sharding = tables_of_module.get(table.local_name) if tables_of_module else None
         if sharding is None:
             raise ValueError(
                 f"the plan does not place table {table.name!r} of module {table.module_path!r}; it has "

@@ -81,7 +81,7 @@ def optimize(
         solution = _solve(problem, model, effort, np.inf if best is None else best.estimate.seconds)
         # The result's bound is the lowest over all group sizes: no size may beat it.
         bounds.append(solution.lower_bound)
-        if solution.parts_T:
+        if solution.placements_T:
             candidate = _evaluated(problem, model, constraints or {}, solution)
             if best is None or candidate.estimate.seconds < best.estimate.seconds:
                 best = candidate
@@ -105,7 +105,7 @@ def _solve(
         cutoff: step time in seconds for a known plan.
 
     Returns:
-        The solution; without parts if no plan fits. The lower bound holds for the actual memory cap.
+        The solution; without placements if no plan fits. The lower bound holds for the actual memory cap.
     """
     collective_sets = _collective_sets(problem, model)
     solution = solve(problem, collective_sets, effort, cutoff=cutoff)
@@ -113,20 +113,20 @@ def _solve(
     bound, cap = solution.lower_bound, problem.memory_cap
     for _ in range(_MOST_RETRIES):
         # The search splits tables at fractional rows; whole rows may need slightly more memory.
-        excess = _excess_bytes(problem, model, solution) if solution.parts_T else 0.0
+        excess = _excess_bytes(problem, model, solution) if solution.placements_T else 0.0
         if excess <= 0:
             break
         # Twice the excess, so that a single retry usually suffices.
         cap -= 2 * excess
         solution = solve(problem._replace(memory_cap=cap), collective_sets, effort, cutoff=cutoff)
     else:
-        solution = solution._replace(parts_T=[])
+        solution = solution._replace(placements_T=[])
     return solution._replace(lower_bound=bound)
 
 
 def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
     """Return the bytes by which the fullest rank exceeds the memory cap after rounding; 0 if it fits."""
-    estimate = evaluate_placements(whole_row_placements(problem, solution.parts_T, model.tables), model)
+    estimate = evaluate_placements(whole_row_placements(problem, solution.placements_T, model.tables), model)
     return 0.0 if estimate.fits else float(estimate.bytes_R.max() - estimate.memory_cap)
 
 
@@ -171,10 +171,10 @@ def _evaluated(
     solution: Solution,
 ) -> Optimized:
     """Convert a solution to rectangles with whole rows and columns, and predict the cost of the result."""
-    placements = whole_row_placements(problem, solution.parts_T, model.tables)
+    placements = whole_row_placements(problem, solution.placements_T, model.tables)
     types = [
-        sharding_type(problem.layouts_C[parts.candidate], constraints.get(table.name))
-        for parts, table in zip(solution.parts_T, model.tables, strict=True)
+        sharding_type(problem.layouts_C[placement.candidate], constraints.get(table.name))
+        for placement, table in zip(solution.placements_T, model.tables, strict=True)
     ]
     # Evaluated again, because whole rows differ slightly from the solver's fractional rows.
     estimate = evaluate_placements(placements, model)

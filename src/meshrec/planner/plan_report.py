@@ -134,7 +134,7 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
     on_rank: list[list[str]] = [[] for _ in estimate.bytes_R]
     tables, replicated = [], []
     for table in inputs.tables:
-        sharding = plan.plan[table.module_path][table.own_name]
+        sharding = plan.plan[table.module_path][table.local_name]
         if sharding.sharding_type is ShardingType.DATA_PARALLEL:
             replicated.append(table.name)
         for rank in sorted({shard.placement.rank for shard in sharding.shards}):
@@ -239,8 +239,8 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
     moves = []
     before = {(path, name): sharding for path, name, sharding in old.tables()}
     for table in new.required_inputs().tables:
-        key = (table.module_path, table.own_name)
-        now = new.plan[table.module_path][table.own_name]
+        key = (table.module_path, table.local_name)
+        now = new.plan[table.module_path][table.local_name]
         then = before.pop(key, None)
         if then is not None and then.digest() == now.digest():
             continue

@@ -78,8 +78,8 @@ class EmbeddingShardingPlanner:
             default_wire=self._default_wire,
         )
         if self._static_plan is not None:
-            return _checked(self._static_plan, tables)
-        topology = self._topology or _present_topology()
+            return _verify_static_plan(self._static_plan, tables)
+        topology = self._topology or _default_topology()
         if self._wire_bound is not None:
             tables = choose_wires(tables, topology, batch_size=self._batch_size, bound=self._wire_bound)
         names_by_path = tables_by_path(module, sharders)
@@ -186,7 +186,7 @@ class _Planned(NamedTuple):
     error: Exception | None
 
 
-def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
+def _verify_static_plan(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
     """Return `plan` if it covers all tables with their sizes.
 
     Raises:
@@ -194,7 +194,7 @@ def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
     """
     for table in tables:
         module_plan = plan.plan.get(table.module_path)
-        sharding = module_plan.get(table.own_name) if module_plan else None
+        sharding = module_plan.get(table.local_name) if module_plan else None
         if sharding is None:
             raise ValueError(
                 f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "
@@ -210,7 +210,7 @@ def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
     return plan
 
 
-def _present_topology() -> Topology:
+def _default_topology() -> Topology:
     """Return a topology of CPUs with the ranks of the default process group, or a single rank without a
     group.
     """

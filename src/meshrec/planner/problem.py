@@ -3,7 +3,7 @@
 A *type* is a set of identical tables. A *candidate* is one way to split a table of a type, such as "4 column
 parts". It has *pieces*, which the solver assigns to distinct *slots*. A slot is a rank, or a whole node if
 the piece's rows are split over the node's ranks: then every rank in the node takes the piece's load. In
-addition, a candidate may cost every rank the same time and memory (`common_C`). Equal candidate pieces
+addition, a candidate may cost every rank the same time and memory (`common_cost_C`). Equal candidate pieces
 form a *piece group*, so that arrays stay small on large clusters.
 
 [Note: planner arrays]
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     layouts_C: list[Layout]
     type_C: Ints
     """Type index per candidate, ascending."""
-    common_C: Floats
+    common_cost_C: Floats
     """Seconds added by a candidate to every rank, summed over phases."""
     common_bytes_C: Floats
     """Bytes added by a candidate to every rank."""
@@ -166,10 +166,10 @@ class Problem(NamedTuple):
         """
         uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
         split_C = [len(layout.widths) > 1 for layout in self.layouts_C]
-        least_P = self.min_partition_Y[self.type_C[self.candidate_P]] / self.width_P
-        least_P = np.where(np.array(split_C)[self.candidate_P], np.minimum(least_P, 1.0), 1.0)
-        least_P = np.where(np.array(uncut_C)[self.candidate_P], least_P, 0.0)
-        least: Floats = self.fixed_PK + (self.load_PK - self.fixed_PK) * least_P[:, None]
+        min_amount_P = self.min_partition_Y[self.type_C[self.candidate_P]] / self.width_P
+        min_amount_P = np.where(np.array(split_C)[self.candidate_P], np.minimum(min_amount_P, 1.0), 1.0)
+        min_amount_P = np.where(np.array(uncut_C)[self.candidate_P], min_amount_P, 0.0)
+        least: Floats = self.fixed_PK + (self.load_PK - self.fixed_PK) * min_amount_P[:, None]
         return least
 
     def _sum_over_pieces(self, values_P_: Floats) -> Floats:

@@ -70,7 +70,7 @@ class Relaxation:
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         num_phases = problem.load_PK.shape[1]
         # The objective: common seconds per table, and T_k per phase.
-        self._cost = np.concatenate((problem.common_C / scale, np.ones(num_phases)))
+        self._cost = np.concatenate((problem.common_cost_C / scale, np.ones(num_phases)))
         self._rows = _rows(problem, scale)
         self._solver = Solver(self._cost, self._rows)
         # Two families of cuts, see cuts.py.

@@ -9,7 +9,7 @@ from meshrec.planner.anneal import Annealer
 from meshrec.planner.construct import candidates_by_type, construct, fitting_plan
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import Box
-from meshrec.planner.state import Parts, State
+from meshrec.planner.state import State, TablePlacement
 from meshrec.planner.types import Bools
 
 # Work of computing a rank's load in the compiled loop, in array elements.
@@ -37,13 +37,13 @@ class AnnealingSettings(NamedTuple):
     """Settings of a simulated annealing run. Which are best depends on the input, so several are tried.
 
     Attributes:
-        hot: initial temperature, as a fraction of a rank's mean load.
+        start_temperature: initial temperature, as a fraction of a rank's mean load.
         placement_share: maximum fraction of the work for moves which place a whole table again; other moves
             shift one piece or swap two.
         exponent: initial exponent q in the norm over ranks, see ``state.py``.
     """
 
-    hot: float
+    start_temperature: float
     placement_share: float
     exponent: int
 
@@ -70,7 +70,7 @@ SETTLED = AnnealingSettings(0.001, 1.0, 32)
 class Start(NamedTuple):
     """Initial plan to anneal, and the annealer for the candidates which it may use."""
 
-    parts_T: list[Parts]
+    placements_T: list[TablePlacement]
     annealer: Annealer
 
 
@@ -84,7 +84,7 @@ class Search:
 
     Attributes:
         seconds: best plan's step time, without latencies; infinite before the first plan.
-        parts_T: placement per table in the best plan; empty before the first plan.
+        placements_T: placement per table in the best plan; empty before the first plan.
         work: work so far, see `Effort`.
     """
 
@@ -92,7 +92,7 @@ class Search:
         self.problem = problem
         self.work = 0
         self.seconds = np.inf
-        self.parts_T: list[Parts] = []
+        self.placements_T: list[TablePlacement] = []
         # For the best plan, which may use every allowed candidate.
         self._allowed_C = allowed_C
         self._deadline = deadline
@@ -125,9 +125,11 @@ class Search:
 
     def best_start(self) -> Start | None:
         """Return the best plan as a start with all allowed candidates; None without plan or annealer."""
-        if not self.parts_T or not Annealer.supports(self.problem):
+        if not self.placements_T or not Annealer.supports(self.problem):
             return None
-        return Start(self.parts_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C)))
+        return Start(
+            self.placements_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C))
+        )
 
     def _started(self, state: State, admitted_C: Bools) -> Start | None:
         """Keep a plan if it is the best, and return it as a start; None if annealing is not available."""
@@ -150,25 +152,25 @@ class Search:
         # Every attempt uses another seed, so that repeating a start explores other plans.
         self._seed += 1
         seconds = max(0.0, self._deadline - time.perf_counter())
-        parts_T, work = start.annealer.improve(
-            start.parts_T,
+        placements_T, work = start.annealer.improve(
+            start.placements_T,
             max_work=int(min(max_work, WORK_PER_SECOND * seconds) / _WORK_PER_RANK),
             seconds=seconds,
-            hot=settings.hot,
+            start_temperature=settings.start_temperature,
             placement_share=settings.placement_share,
             exponent=settings.exponent,
             seed=self._seed,
         )
         self.work += _WORK_PER_RANK * work
-        state = self._state_of(parts_T)
+        state = self._state_of(placements_T)
         self._keep(state)
         return state.seconds
 
-    def _state_of(self, parts_T: list[Parts]) -> State:
+    def _state_of(self, placements_T: list[TablePlacement]) -> State:
         """Return a plan as a `State`, which computes the loads of all ranks."""
         state = State(self.problem)
-        for table, parts in enumerate(parts_T):
-            state.add(table, parts)
+        for table, placement in enumerate(placements_T):
+            state.add(table, placement)
         return state
 
     def _keep(self, state: State) -> None:
@@ -178,4 +180,4 @@ class Search:
         state.work = 0
         # The factor keeps the first of several equal plans, despite rounding.
         if state.seconds < self.seconds * (1 - 1e-12) and state.fits():
-            self.seconds, self.parts_T = state.seconds, state.plan
+            self.seconds, self.placements_T = state.seconds, state.plan

@@ -31,7 +31,7 @@ from meshrec.planner.search import (
     Search,
     Start,
 )
-from meshrec.planner.state import Parts
+from meshrec.planner.state import TablePlacement
 from meshrec.planner.types import Bools
 
 # Attempts that continue after the first short attempts, and the fraction of the plan work that each
@@ -44,7 +44,7 @@ _WORK_PER_TABLE = 2e4
 # Limits on the largest pieces of starting plans, as multiples of T, the slowest rank's time per phase. Ranks
 # would wait for a piece that takes longer than T. The relaxation gives only a lower estimate of the final T,
 # so several multiples are tried.
-_SQUEEZES = (1.1, 1.4, np.inf)
+_PIECE_LIMITS = (1.1, 1.4, np.inf)
 # Starts to try with other collective sets, too. The best starts for a set are nearly the best for
 # any.
 _RETRIED_STARTS = 2
@@ -69,13 +69,13 @@ class Solution(NamedTuple):
     """Best plan and lower bound.
 
     Attributes:
-        parts_T: placement per table; empty if no plan was found.
+        placements_T: placement per table; empty if no plan was found.
         seconds: the plan's step time, with latencies.
         lower_bound: step time which no plan can beat, with latencies.
         work: work spent on plans and bound, in array elements; see `Effort`.
     """
 
-    parts_T: list[Parts]
+    placements_T: list[TablePlacement]
     seconds: float
     lower_bound: float
     work: int
@@ -93,8 +93,8 @@ def solve(
         cutoff: step time in seconds for a known plan. The search ends once no plan can be faster.
 
     Returns:
-        The best plan and the bound. If no plan was found which fits into memory, the solution has no parts.
-        If infeasibility is proven, the bound is infinite.
+        The best plan and the bound. If no plan was found which fits into memory, the solution has no
+        placements. If infeasibility is proven, the bound is infinite.
     """
     search = _HalvingSearch(problem, collective_sets, effort, cutoff, time.perf_counter() + effort.time_limit)
     while search.step():
@@ -102,7 +102,7 @@ def solve(
     return search.solution()
 
 
-class _Candidate:
+class _CollectiveSetSearch:
     """Plan search and lower bound for a collective set.
 
     The bound is computed on first use, because it is expensive. Until then, `floor` serves as the bound:
@@ -120,7 +120,7 @@ class _Candidate:
         self.allowed_C = collectives.allowed_C & problem.can_fit_C()
         self.search = Search(problem, self.allowed_C, deadline)
         # Work of the root box, which does not count as bound work: starts need it, too.
-        self.first_work = 0
+        self.root_work = 0
         self._problem, self._floor = problem, floor
         self._bound: LowerBound | None = None
         # Longest bound step so far in seconds, to predict whether another step ends before the deadline.
@@ -145,13 +145,13 @@ class _Candidate:
         """Lower bound search, created and solved for the root box on first access. Excludes latencies."""
         if self._bound is None:
             self._bound = LowerBound(self._problem, self.allowed_C, self._deadline)
-            self.first_work = self._bound.work
+            self.root_work = self._bound.work
         return self._bound
 
     @property
     def bound_work(self) -> int:
         """Work spent on the bound since the root box was solved."""
-        return 0 if self._bound is None else self._bound.work - self.first_work
+        return 0 if self._bound is None else self._bound.work - self.root_work
 
     @property
     def has_time(self) -> bool:
@@ -171,11 +171,11 @@ class _Candidate:
         """
         # First without reserving memory for other tables, which excludes fewer candidates.
         for leaves_room in (False, True):
-            box = self.bound.squeezed(factor, leaves_room=leaves_room)
+            box = self.bound.solve_small_pieces(factor, leaves_room=leaves_room)
             start = None if box is None else self.search.add_start(box, box.admitted_C)
             if start is not None:
                 return start
-        return None if self.search.parts_T else self.search.add_fitting(0.0)
+        return None if self.search.placements_T else self.search.add_fitting(0.0)
 
     def start_from_memory(self) -> Start | None:
         """Construct an initial plan that balances memory regardless of speed, with a longer search."""
@@ -217,18 +217,18 @@ class _Candidate:
 class _Attempt:
     """Annealing of one start with fixed settings. It may run several times, with more work each time."""
 
-    candidate: _Candidate
+    set_search: _CollectiveSetSearch
     start: Start
     settings: AnnealingSettings
     factor: float
-    """Limit on the pieces of the start; see `_SQUEEZES`."""
+    """Limit on the pieces of the start; see `_PIECE_LIMITS`."""
     seconds: float = np.inf
     """Step time after the last run, with latencies; infinite before the first run."""
 
     def run(self, work: float) -> None:
         """Anneal the start again, with another seed, and record the step time in `seconds`."""
         self.seconds = (
-            self.candidate.search.attempt(self.start, self.settings, work) + self.candidate.fixed_seconds
+            self.set_search.search.attempt(self.start, self.settings, work) + self.set_search.fixed_seconds
         )
 
 
@@ -252,11 +252,13 @@ class _HalvingSearch:
         widest, *remaining = sorted(
             collective_sets, key=lambda collectives: -np.count_nonzero(collectives.allowed_C)
         )
-        self._candidates = [_Candidate(problem, widest, deadline, 0.0)]
+        self._set_searches = [_CollectiveSetSearch(problem, widest, deadline, 0.0)]
         # If the widest set allows every candidate, its bound holds for the plans of all sets.
         has_all = all((widest.allowed_C | ~collectives.allowed_C).all() for collectives in remaining)
-        floor = self._candidates[0].bound.value if has_all else 0.0
-        self._candidates += [_Candidate(problem, collectives, deadline, floor) for collectives in remaining]
+        floor = self._set_searches[0].bound.value if has_all else 0.0
+        self._set_searches += [
+            _CollectiveSetSearch(problem, collectives, deadline, floor) for collectives in remaining
+        ]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
         # Half of the work is for plans, see the module docstring. The time limit counts as work, too.
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
@@ -267,25 +269,25 @@ class _HalvingSearch:
         self._has_attempts = True
         # Search work in the first attempts; infinite until they end, so that the bound has a turn only
         # afterwards.
-        self._first_work = np.inf
+        self._first_attempts_work = np.inf
 
     @property
     def best_seconds(self) -> float:
         """Step time of the best plan so far, with latencies, or the cutoff if that is lower."""
-        return min(self._cutoff, *(candidate.seconds for candidate in self._candidates))
+        return min(self._cutoff, *(set_search.seconds for set_search in self._set_searches))
 
     @property
     def value(self) -> float:
         """Lower bound on the step time of all plans, with latencies."""
-        return min(candidate.value for candidate in self._candidates)
+        return min(set_search.value for set_search in self._set_searches)
 
     @property
     def _bound_work(self) -> int:
-        return sum(candidate.bound_work for candidate in self._candidates)
+        return sum(set_search.bound_work for set_search in self._set_searches)
 
     @property
     def _search_work(self) -> int:
-        return sum(candidate.search.work for candidate in self._candidates)
+        return sum(set_search.search.work for set_search in self._set_searches)
 
     @property
     def _is_spent(self) -> bool:
@@ -302,12 +304,12 @@ class _HalvingSearch:
         """Run one bound step or one attempt. Return False if the search is finished or out of time."""
         if self.best_seconds < np.inf and (self._is_proven or self._is_spent):
             return False
-        candidate = min(self._candidates, key=lambda candidate: candidate.value)
-        can_prove = self.best_seconds < np.inf and not candidate.is_exhausted and candidate.has_time
+        set_search = min(self._set_searches, key=lambda set_search: set_search.value)
+        can_prove = self.best_seconds < np.inf and not set_search.is_exhausted and set_search.has_time
         # Whichever of the two has done less work continues.
-        is_bounds_turn = self._bound_work <= self._search_work - self._first_work
+        is_bounds_turn = self._bound_work <= self._search_work - self._first_attempts_work
         if can_prove and (is_bounds_turn or not self._has_attempts):
-            candidate.improve(self.best_seconds)
+            set_search.improve(self.best_seconds)
             self._has_attempts = True  # new boxes may have new starts
             return True
         if self._has_attempts:
@@ -322,16 +324,16 @@ class _HalvingSearch:
             True after every attempt. False if no attempt can beat the best plan until the bound is raised.
         """
         attempts = yield from self._first_attempts()
-        self._first_work = float(self._search_work)
+        self._first_attempts_work = float(self._search_work)
         work = self._plan_work * _ROUND
         while attempts:
             # Between rounds, only the most promising attempts are kept.
             attempts = _best(attempts, _FINALISTS)
-            for candidate in self._candidates:
-                if candidate.value < self.best_seconds:
-                    attempts += candidate.new_attempts(attempts[0].settings)
+            for set_search in self._set_searches:
+                if set_search.value < self.best_seconds:
+                    attempts += set_search.new_attempts(attempts[0].settings)
             # No attempt can win: the collective sets are proven to be slower.
-            if all(attempt.candidate.value >= self.best_seconds for attempt in attempts):
+            if all(attempt.set_search.value >= self.best_seconds for attempt in attempts):
                 yield False  # until a bound has new starts
                 continue
             yield from self._halving(attempts, work)
@@ -349,7 +351,7 @@ class _HalvingSearch:
         """
         while True:
             for attempt in attempts:
-                if attempt.candidate.value < self.best_seconds:
+                if attempt.set_search.value < self.best_seconds:
                     attempt.run(max(work, self._least_work))
                     yield True
             if len(attempts) == 1:
@@ -371,19 +373,19 @@ class _HalvingSearch:
         """
         attempts: list[_Attempt] = []
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
-            (factor, ANNEALING_SETTINGS) for factor in _SQUEEZES
+            (factor, ANNEALING_SETTINGS) for factor in _PIECE_LIMITS
         ]
-        for candidate in sorted(self._candidates, key=lambda candidate: candidate.value):
+        for set_search in sorted(self._set_searches, key=lambda set_search: set_search.value):
             mine: list[_Attempt] = []
             for factor, all_settings in kinds:
                 is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
-                if candidate.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
+                if set_search.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
                     break
-                start = candidate.start(factor)
+                start = set_search.start(factor)
                 for settings in all_settings:
                     if start is None:
                         break
-                    mine.append(_Attempt(candidate, start, settings, factor))
+                    mine.append(_Attempt(set_search, start, settings, factor))
                     mine[-1].run(self._least_work)
                     yield True
             attempts += mine
@@ -391,21 +393,23 @@ class _HalvingSearch:
             kinds = [(attempt.factor, (attempt.settings,)) for attempt in best] or kinds
         # Nothing fits so far: spend more time on a plan that balances memory.
         if self.best_seconds == np.inf:  # the set with most candidates spreads memory best
-            candidate = max(self._candidates, key=lambda candidate: np.count_nonzero(candidate.allowed_C))
-            start = candidate.start_from_memory()
+            set_search = max(
+                self._set_searches, key=lambda set_search: np.count_nonzero(set_search.allowed_C)
+            )
+            start = set_search.start_from_memory()
             attempts += (
                 []
                 if start is None
-                else [_Attempt(candidate, start, settings, np.inf) for settings in ANNEALING_SETTINGS]
+                else [_Attempt(set_search, start, settings, np.inf) for settings in ANNEALING_SETTINGS]
             )
         return attempts
 
     def solution(self) -> Solution:
         """Return the best plan and the lower bound so far."""
-        best = min(self._candidates, key=lambda candidate: candidate.seconds)
+        best = min(self._set_searches, key=lambda set_search: set_search.seconds)
         # A plan within the tolerance of the bound may be slightly below it.
         bound = min(self.value, best.seconds)
-        return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work)
+        return Solution(best.search.placements_T, best.seconds, bound, self._bound_work + self._search_work)
 
 
 def _best(attempts: list[_Attempt], count: int) -> list[_Attempt]:

@@ -15,7 +15,7 @@ from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.types import Floats, Ints
 
 
-class Parts(NamedTuple):
+class TablePlacement(NamedTuple):
     """Placement of a table: a candidate, and the ranks of the candidate's pieces.
 
     Attributes:
@@ -35,7 +35,7 @@ class Placed(NamedTuple):
     """Table placement on the best ranks, and the plan's smooth objective in seconds if it is added."""
 
     objective: float
-    parts: Parts
+    placement: TablePlacement
 
 
 class State:
@@ -47,10 +47,10 @@ class State:
             objective weigh phases sensibly while most tables are not placed yet.
 
     Attributes:
-        parts_T: placement per table; None until placed.
+        placements_T: placement per table; None until placed.
         load_RK: seconds per rank and phase, without common costs.
         bytes_R: bytes per rank, without common bytes.
-        common: seconds which the placed tables cost every rank alike (`Problem.common_C`).
+        common: seconds which the placed tables cost every rank alike (`Problem.common_cost_C`).
         common_bytes: bytes which the placed tables take on every rank alike.
         work: touched array elements; unlike seconds, they do not depend on the machine.
     """
@@ -58,7 +58,7 @@ class State:
     def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
         self.problem = problem
         self.num_phases = problem.load_PK.shape[1]
-        self.parts_T: list[Parts | None] = [None] * len(problem.type_T)
+        self.placements_T: list[TablePlacement | None] = [None] * len(problem.type_T)
         self.load_RK = np.zeros((problem.num_ranks, self.num_phases))
         self.bytes_R = np.zeros(problem.num_ranks)
         self.common = 0.0
@@ -80,9 +80,9 @@ class State:
         return float(self.common + self.load_RK.max(axis=0).sum())
 
     @property
-    def plan(self) -> list[Parts]:
+    def plan(self) -> list[TablePlacement]:
         """Placements of the tables placed so far, in table order."""
-        return [parts for parts in self.parts_T if parts is not None]
+        return [placement for placement in self.placements_T if placement is not None]
 
     def set_exponent(self, exponent: int) -> None:
         """Set the exponent q in the norm, a power of two, after the caller has set `load_RK`.
@@ -103,25 +103,25 @@ class State:
         weight_K: Floats = self._norm(sum_K) / np.maximum(sum_K, 1e-9) / self._exponent
         return weight_K
 
-    def add(self, table: int, parts: Parts) -> None:
+    def add(self, table: int, placement: TablePlacement) -> None:
         """Place a table that is not placed yet, and add its loads and bytes to the ranks."""
-        assert self.parts_T[table] is None
-        self.parts_T[table] = parts
-        self.common += float(self.problem.common_C[parts.candidate])
-        self.common_bytes += float(self.problem.common_bytes_C[parts.candidate])
-        self.load_RK[parts.rank_N] += self.loads(parts)
-        self.bytes_R[parts.rank_N] += self.sizes(parts)
-        self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
+        assert self.placements_T[table] is None
+        self.placements_T[table] = placement
+        self.common += float(self.problem.common_cost_C[placement.candidate])
+        self.common_bytes += float(self.problem.common_bytes_C[placement.candidate])
+        self.load_RK[placement.rank_N] += self.loads(placement)
+        self.bytes_R[placement.rank_N] += self.sizes(placement)
+        self._power_RK[placement.rank_N] = self._power(self.load_RK[placement.rank_N])
 
-    def loads(self, parts: Parts) -> Floats:
+    def loads(self, placement: TablePlacement) -> Floats:
         """Return the seconds [N, K] per phase which every entry in a placement costs its rank."""
-        fixed_NK = self.problem.fixed_PK[parts.group_N]
-        return fixed_NK + parts.amount_N[:, None] * (self.problem.load_PK[parts.group_N] - fixed_NK)
+        fixed_NK = self.problem.fixed_PK[placement.group_N]
+        return fixed_NK + placement.amount_N[:, None] * (self.problem.load_PK[placement.group_N] - fixed_NK)
 
-    def sizes(self, parts: Parts) -> Floats:
+    def sizes(self, placement: TablePlacement) -> Floats:
         """Return the bytes [N] which every entry in a placement takes on its rank."""
-        fixed_N = self.problem.fixed_bytes_P[parts.group_N]
-        return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
+        fixed_N = self.problem.fixed_bytes_P[placement.group_N]
+        return fixed_N + placement.amount_N * (self.problem.bytes_P[placement.group_N] - fixed_N)
 
     def fits(self) -> bool:
         """Return whether every rank is within the memory limit."""
@@ -188,10 +188,10 @@ class State:
             groups.append(np.full(len(slots), group))
             ranks.append(slots)
         norm_K = self._norm(self._power_RK.sum(axis=0) + change_K)
-        objective = self.common + problem.common_C[candidate] + norm_K.sum()
+        objective = self.common + problem.common_cost_C[candidate] + norm_K.sum()
         group_N = np.concatenate(groups) if groups else np.zeros(0, np.int64)
         rank_N = np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
-        return Placed(float(objective), Parts(candidate, group_N, rank_N, np.ones(len(rank_N))))
+        return Placed(float(objective), TablePlacement(candidate, group_N, rank_N, np.ones(len(rank_N))))
 
     def _best_node(self, cost_R: Floats, pieces: slice) -> slice | None:
         """Return the ranks, as a slice, of the node where the pieces cost least; None if they fit on no node.

@@ -55,11 +55,11 @@ class GroupRoutes(NamedTuple):
         all_ranks: slowest link between any two ranks of the machine.
         same_node: fraction sent to other ranks in the same node.
         other_nodes: fraction sent to other nodes.
-        wire: seconds per byte in an all-to-all, over both kinds of links.
+        seconds_per_byte: seconds per byte in an all-to-all, over both kinds of links.
         latency: seconds until an embedding exchange starts, over all hops.
-        once: factor on work in exchange phases other than transfers: 1, or 0.5 in half duplex. In half
-            duplex, `CostModel.shared_loads` adds the whole phase's mean again, so without the factor,
-            this work would count twice.
+        exchange_work_factor: factor on work in exchange phases other than transfers: 1, or 0.5 in half
+            duplex. In half duplex, `CostModel.shared_loads` adds the whole phase's mean again, so without
+            the factor, this work would count twice.
     """
 
     outer: Link
@@ -67,9 +67,9 @@ class GroupRoutes(NamedTuple):
     all_ranks: Link
     same_node: float
     other_nodes: float
-    wire: float
+    seconds_per_byte: float
     latency: float
-    once: float
+    exchange_work_factor: float
 
 
 def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
@@ -93,9 +93,9 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
         all_ranks=profile.inter if multi_node else profile.intra,
         same_node=same_node,
         other_nodes=other_nodes,
-        wire=same_node / profile.intra.all_to_all + other_nodes / profile.inter.all_to_all,
+        seconds_per_byte=same_node / profile.intra.all_to_all + other_nodes / profile.inter.all_to_all,
         latency=outer.latency + (profile.intra.latency if rows_across and node_size > 1 else 0.0),
-        once=1.0 if profile.full_duplex else 0.5,
+        exchange_work_factor=1.0 if profile.full_duplex else 0.5,
     )
 
 

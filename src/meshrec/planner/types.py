@@ -95,7 +95,7 @@ class Table:
             )
 
     @property
-    def own_name(self) -> str:
+    def local_name(self) -> str:
         """Name of the table within its module, without the module path."""
         return self.name.rpartition(".")[2] if self.module_path else self.name
 

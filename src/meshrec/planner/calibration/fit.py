@@ -81,7 +81,7 @@ def fit(
     # The value at which a figure alone would explain the whole phase.
     most = np.divide(seconds[some][:, None], used, where=used > 0, out=np.full_like(used, np.inf))
     fallback = np.minimum(before, most.min(axis=0, initial=np.inf))
-    values, dropped = _determined(used, seconds[some], share[some], fallback, least)
+    values, dropped = _fit_determined(used, seconds[some], share[some], fallback, least)
     if len(dropped) == len(names):
         raise ValueError(
             f"the {len(trials)} trials determine none of the figures {names}: measured were the seconds "
@@ -93,20 +93,20 @@ def fit(
     rates = {name: 1 / figures_by_name.pop(name) for name in _BANDWIDTHS}
     figures: dict[str, Any] = figures_by_name | rates
     sources = {
-        names[i]: _fallback_reason(base, names[i], gave, fallback[i] / before[i] if before[i] else 1.0)
-        for i, gave in sorted(dropped.items())
+        names[i]: _fallback_reason(base, names[i], fitted, fallback[i] / before[i] if before[i] else 1.0)
+        for i, fitted in sorted(dropped.items())
     }
     intra, inter = _corrected(base.intra, link), _corrected(base.inter, link)
     return replace(base, intra=intra, inter=inter, sources=sources, **figures)
 
 
-def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part: float) -> str:
+def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, part: float) -> str:
     """Explain to the user why a figure was not fitted, and how to measure it.
 
     Args:
         base: profile that provides the value instead.
         name: name of the figure.
-        gave: value which the trials suggested; None if no measured phase depends on the figure.
+        fitted: value which the trials suggested; None if no measured phase depends on the figure.
         part: used fraction of the base value.
     """
     fallback = "what was measured of the link alone"
@@ -114,12 +114,12 @@ def _fallback_reason(base: HardwareProfile, name: str, gave: float | None, part:
         fallback = f"{getattr(base, name):.4g} of the built-in profile {base.name!r}"
     if part < 1:
         fallback += f", cut to {part:.2g} times the time: a whole phase took no more"
-    if gave is None:
+    if fitted is None:
         why, again = "no phase measured uses it", "under torchrun, on all ranks"
     else:
         unit = "times what the link takes alone" if name in _LINK else "s"
         unit = "s per byte" if name in _BANDWIDTHS else unit
-        why = f"the measured phases fit best with {gave:.2g} {unit}, next to nothing in all of them"
+        why = f"the measured phases fit best with {fitted:.2g} {unit}, next to nothing in all of them"
         again = "on a machine that does nothing else, and without --quick"
     return f"not determined: {why}; kept is {fallback}. Run again {again}."
 
@@ -171,10 +171,10 @@ def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topolo
     )
 
 
-def _determined(
+def _fit_determined(
     amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """Fit figures with `_closest`, and give undetermined figures the values in `before`.
+    """Fit figures with `_fit_figures`, and give undetermined figures the values in `before`.
 
     Undetermined figures are removed from the fit one at a time, smallest contribution first, because a
     removal may determine another figure.
@@ -195,7 +195,7 @@ def _determined(
         free = np.array([i for i in range(len(before)) if i not in dropped], np.int64)
         values = before.copy()
         fixed_seconds = amounts @ np.where(np.isin(np.arange(len(before)), free), 0.0, before)
-        values[free] = _closest(amounts[:, free], seconds, share, fixed_seconds)
+        values[free] = _fit_figures(amounts[:, free], seconds, share, fixed_seconds)
         # A figure's largest part in any measured phase.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
         unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < least[i]]
@@ -205,7 +205,7 @@ def _determined(
         dropped[worst] = float(values[worst])
 
 
-def _closest(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
+def _fit_figures(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
     """Return the values x >= 0 for which ``amounts @ x + fixed_seconds`` is closest to the measured seconds.
 
     The distance is relative and symmetric: the square of ``predicted - measured`` is divided by both, and
