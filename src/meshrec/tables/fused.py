@@ -63,7 +63,7 @@ class TrainedTable(NamedTuple):
 class WholeTables(tbe.Updater):
     """The unsharded tables of a fused embedding collection, updated with the gradients of lookups.
 
-    The backward pass of a lookup calls ``take`` with the gradient.
+    The backward pass of a lookup calls ``apply_gradient`` with the gradient.
 
     Args:
         tables: tables in the order in which the module looks them up.
@@ -165,7 +165,7 @@ class WholeTables(tbe.Updater):
         """
         self._writes.check(before)
 
-    def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
+    def apply_gradient(self, grad: Tensor, lookups: tbe.Lookups) -> None:
         """Update the tables with the gradient of a lookup. With ``"on_step"``, collect the gradient instead.
 
         A table is not changed if the parameter requires no gradient now.

@@ -132,14 +132,14 @@ def _as_fixed(bits, keyed_tables, weights, lookups, options):
     (number, found), ends = next(iter(keyed_tables.items())), lookups.offsets[9]
     ids = lookups.values[:ends]
     by_id = dict(zip(_keys(found.buckets, len(weights[number])), weights[number], strict=True))
-    by_id |= {int(key): found.added_rows[int(slot)] for key, slot in found.added.T}
+    by_id |= {int(key): found.added_rows[int(slot)] for key, slot in found.added_keys.T}
     rows = []
     for id_, key in zip(ids, mix(ids, found.seed).tolist(), strict=True):
         first = uniform_rows(
             id_[None],
-            seed=found.first.seed,
-            low=found.first.low,
-            high=found.first.high,
+            seed=found.initial_values.seed,
+            low=found.initial_values.low,
+            high=found.initial_values.high,
             columns=(0, lookups.dims[0]),
         )
         first = nbit.quantize(first, bits[number]) if bits[number] else first.to(weights[number].dtype)
@@ -181,7 +181,7 @@ def test_buckets_have_all_keys_from_their_homes_on(num_keys):
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (num_keys,)).unique()
     buckets = keyed.pack_buckets(keys)
     assert _keys(buckets, len(keys)) == keys.tolist()
-    homes = naive.num_homes(len(keys))
+    homes = naive.num_home_buckets(len(keys))
     assert homes <= len(buckets) <= homes + 8
     firsts = buckets[:, 0].tolist()
     for row, key in enumerate(keys.tolist()):
@@ -201,13 +201,13 @@ def test_buckets_have_all_keys_from_their_homes_on(num_keys):
 def test_keys_that_do_not_fit_are_errors(damage):
     generator = torch.Generator().manual_seed(1)
     found, weight, ids = _table(generator, 100, 4, 0, torch.float32, 10)
-    buckets, added = found.buckets.clone(), found.added.clone()
+    buckets, added = found.buckets.clone(), found.added_keys.clone()
     if damage == "first beyond the rows":
         buckets[:, 0] = 1000
     elif damage == "negative":
         buckets[:, 0] = -7
     elif damage == "buckets":
-        buckets = buckets[: naive.num_homes(100) - 1]
+        buckets = buckets[: naive.num_home_buckets(100) - 1]
     elif damage == "words":
         buckets = buckets[:, :-1]
     elif damage == "dtype":
@@ -256,5 +256,5 @@ def test_the_op_is_registered_whole():
     found, weight, ids = _table(generator, 50, 8, 0, torch.float32, 5)
     arguments = ([weight], [0], ids, torch.arange(len(ids) + 1), None, None, 1, [0], [0], [0], False, [8])
     rest = (len(ids), torch.float32, True, NAMES, [0], list(found[:3]))
-    last = ([found.seed, found.first.seed], [-0.5, 1e-8])
+    last = ([found.seed, found.initial_values.seed], [-0.5, 1e-8])
     torch.library.opcheck(torch.ops.meshrec.keyed_forward.default, (*arguments, *rest, *last))

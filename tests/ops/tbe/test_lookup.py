@@ -51,7 +51,7 @@ class Recorder:
     def check_tables(self, before):
         assert before
 
-    def take(self, grad, lookups):
+    def apply_gradient(self, grad, lookups):
         self.taken.append((grad.clone(), lookups))
 
 
@@ -122,7 +122,7 @@ def test_fused_forward_gives_plain_tables_their_gradients():
 
 def test_fused_forward_gives_sample_weights_their_gradient_before_the_update():
     class Eraser(Recorder):
-        def take(self, grad, lookups):
+        def apply_gradient(self, grad, lookups):
             for weight in weights:
                 weight.zero_()
 

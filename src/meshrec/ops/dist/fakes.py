@@ -102,8 +102,8 @@ def _unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor
 @_register_fake("meshrec::wire_encode")
 def _wire_encode(
     values: Tensor,
-    rows: list[int],
-    starts: list[int],
+    row_counts: list[int],
+    first_columns: list[int],
     widths: list[int],
     formats: list[int],
     *arguments: Any,
@@ -111,18 +111,18 @@ def _wire_encode(
     """Return the result shapes of ``wire_encode``."""
     size = sum(
         num_rows * wire_naive.column_bytes(formats[c], widths[c])
-        for b, num_rows in enumerate(rows)
-        for c in range(starts[b], starts[b + 1])
+        for b, num_rows in enumerate(row_counts)
+        for c in range(first_columns[b], first_columns[b + 1])
     )
     return values.new_empty(size, dtype=torch.uint8), values.new_empty(2, dtype=torch.int64)
 
 
 @_register_fake("meshrec::wire_decode")
 def _wire_decode(
-    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
+    message: Tensor, row_counts: list[int], first_columns: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
     """Return the result shape of ``wire_decode``."""
-    size = sum(n * sum(widths[starts[b] : starts[b + 1]]) for b, n in enumerate(rows))
+    size = sum(n * sum(widths[first_columns[b] : first_columns[b + 1]]) for b, n in enumerate(row_counts))
     return message.new_empty(size, dtype=torch.float32)
 
 

@@ -74,8 +74,8 @@ def _parse_router(router: list[Tensor]) -> _Router:
     )
 
 
-class _UseIds(NamedTuple):
-    """The IDs that a use reads."""
+class _FeatureIds(NamedTuple):
+    """The IDs that a feature reads from a table (a *use*, see the module docstring)."""
 
     ids: slice
     """Range of the IDs in ``values_N``."""
@@ -91,7 +91,7 @@ class _UseIds(NamedTuple):
 
 def _ids_of_use(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
-) -> _UseIds:
+) -> _FeatureIds:
     """Return the IDs that a use reads, and the intervals that they fall into.
 
     Args:
@@ -116,7 +116,7 @@ def _ids_of_use(
     # Only inner cuts: the first and the last interval have no outer bound here.
     cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
     # right=True: a row at a cut belongs to the interval after the cut.
-    return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
+    return _FeatureIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
 
 class IdsToRoute(NamedTuple):
@@ -509,7 +509,7 @@ def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: 
 
 
 def _check_ids_and_weights(
-    ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
+    ids: _FeatureIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
 ) -> None:
     """Raise ValueError for the first ID outside the table, or for the first NaN weight."""
     nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)

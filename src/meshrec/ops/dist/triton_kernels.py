@@ -36,7 +36,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 
 @triton.jit
-def _bags(fields, offsets, lanes, inside, num_ids):
+def _load_bag_ranges(fields, offsets, lanes, inside, num_ids):
     """Return start and end position of the IDs in every bag, clamped because offsets may be invalid."""
     at = offsets + tl.load(fields + 7) + lanes
     start = tl.load(at, inside, 0).to(tl.int64)
@@ -86,7 +86,7 @@ def count_ids(
     inside = lanes < bags
     # Row range in the shard, and row count in the table.
     first_row, end_row, rows = tl.load(fields + 2), tl.load(fields + 3), tl.load(fields + 4)
-    start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    start, end = _load_bag_ranges(fields, offsets, lanes, inside, num_ids)
     # A counter per bag.
     count = tl.zeros([BLOCK], tl.int32)
     outside = tl.zeros([BLOCK], tl.int32)
@@ -210,7 +210,7 @@ def write_messages(
     length = tl.load(starts + slots + 1, inside, 0) - before
     tl.store(lengths_at + slots - first_slot, length.to(tl.int32), inside)
     position = before - first_id
-    start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    start, end = _load_bag_ranges(fields, offsets, lanes, inside, num_ids)
     for i in range(tl.max(tl.where(inside, end - start, 0), 0)):
         is_id = inside & (start + i < end)
         row = tl.load(ids + start + i, is_id, 0).to(tl.int64)
@@ -502,7 +502,7 @@ def sum_weight_grads(
     bags = tl.load(fields + 8)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < bags
-    start, end = _bags(fields, offsets, lanes, inside, num_ids)
+    start, end = _load_bag_ranges(fields, offsets, lanes, inside, num_ids)
     # Lanes advance together, until the longest bag ends.
     max_length = tl.max(tl.where(inside, end - start, 0), 0)
     for number in range(num_routes):

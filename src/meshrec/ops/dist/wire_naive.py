@@ -2,10 +2,10 @@
 
 The reference for the kernels, and the fallback without them. A message consists of blocks, end to end. A
 block holds rows. A row consists of columns. A column here is a group of values with the same format: for
-example, a rank sends a block per table, in which every feature has a column. ``rows`` [B] is the row count of
-each block, and ``starts`` [B + 1] is the number of its first column. ``widths`` [C] and ``formats`` [C] are
-the number of values and the format of each column. The formats are ``FLOAT`` to ``INT4``, plus ``STOCHASTIC``
-for stochastic rounding.
+example, a rank sends a block per table, in which every feature has a column. ``row_counts`` [B] is the row
+count of each block, and ``first_columns`` [B + 1] is the number of its first column. ``widths`` [C] and
+``formats`` [C] are the number of values and the format of each column. The formats are ``FLOAT`` to ``INT4``,
+plus ``STOCHASTIC`` for stochastic rounding.
 
 An int8 or int4 column has, in each row, an fp32 scale, an fp32 midpoint, and a signed code for each value.
 The value is ``scale * code + midpoint``. A midpoint below 2^-110 becomes 0. Codes have a sign and 7 or 3
@@ -101,29 +101,33 @@ class _BlockRanges(NamedTuple):
 
 
 def block_ranges(
-    rows: Sequence[int], starts: Sequence[int], widths: Sequence[int], formats: Sequence[int]
+    row_counts: Sequence[int], first_columns: Sequence[int], widths: Sequence[int], formats: Sequence[int]
 ) -> Iterator[_BlockRanges]:
     """Yield the row, element and byte ranges of every block, in order.
 
     Args:
-        rows: row count per block.
-        starts: first column per block, followed by C.
+        row_counts: row count per block.
+        first_columns: first column per block, followed by C.
         widths: values per row and column.
         formats: wire format per column.
 
     Raises:
         ValueError: the lists do not fit together.
     """
-    if len(starts) != len(rows) + 1 or starts[0] != 0 or starts[-1] != len(widths) != len(formats):
+    if (
+        len(first_columns) != len(row_counts) + 1
+        or first_columns[0] != 0
+        or first_columns[-1] != len(widths) != len(formats)
+    ):
         raise ValueError(
-            f"begins must have the first column of each of the {len(rows)} blocks and the number of columns, "
-            f"{len(widths)}; formats one entry for each column."
+            f"begins must have the first column of each of the {len(row_counts)} blocks and the number of "
+            f"columns, {len(widths)}; formats one entry for each column."
         )
     first_row = element = byte = 0
-    for b, num_rows in enumerate(rows):
+    for b, num_rows in enumerate(row_counts):
         # Positions within a row, in elements and in bytes.
         columns, at, at_byte = [], 0, 0
-        for c in range(starts[b], starts[b + 1]):
+        for c in range(first_columns[b], first_columns[b + 1]):
             size = column_bytes(formats[c], widths[c])
             columns.append(_Column(c, b, slice(at, at + widths[c]), slice(at_byte, at_byte + size)))
             at, at_byte = at + widths[c], at_byte + size
@@ -133,12 +137,12 @@ def block_ranges(
 
 def wire_encode(
     values: Tensor,
-    rows: list[int],
-    starts: list[int],
+    row_counts: list[int],
+    first_columns: list[int],
     widths: list[int],
     formats: list[int],
     seeds: list[int],
-    origins: list[int],
+    table_columns: list[int],
     first_keys: list[int],
     keys: Tensor | None,
     step: int,
@@ -147,12 +151,12 @@ def wire_encode(
 
     Args:
         values: fp32, flat, block by block.
-        rows: row count per block; [B].
-        starts: first column per block, followed by C; [B + 1].
+        row_counts: row count per block; [B].
+        first_columns: first column per block, followed by C; [B + 1].
         widths: values per row and column; [C].
         formats: format number per column, plus ``STOCHASTIC`` for stochastic rounding; [C].
         seeds: seed per column; [C]. Stochastic rounding depends on (seed, step, row key, column).
-        origins: whole-table start column, per column; [C].
+        table_columns: whole-table start column, per column; [C].
         first_keys: first row key per block; [B]. Row i has the key ``first_keys[block] + i``.
         keys: row key per row, int64, instead of ``first_keys``; or None.
         step: see ``seeds``.
@@ -166,7 +170,7 @@ def wire_encode(
         ValueError: ``values`` has another dtype or size, or the lists do not fit together.
     """
     values = values.reshape(-1)
-    blocks = list(block_ranges(rows, starts, widths, formats))
+    blocks = list(block_ranges(row_counts, first_columns, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_elements for b in blocks)
     if values.dtype != torch.float32 or values.numel() != size:
         raise ValueError(f"values must be {size} fp32 numbers, got {values.numel()} {values.dtype}.")
@@ -187,7 +191,7 @@ def wire_encode(
             if formats[column.number] & STOCHASTIC:
                 row_keys = row + first_keys[column.block] if keys is None else keys[block.rows]
                 # By row key and whole-table column, so that shards round like the whole table.
-                noise = Noise(seeds[column.number], step, row_keys, origins[column.number])
+                noise = Noise(seeds[column.number], step, row_keys, table_columns[column.number])
             coded[:, column.bytes] = encode_column(column_values, formats[column.number], noise)
             if formats[column.number] & ~STOCHASTIC not in _CASTS:
                 bad = ~column_values.isfinite().all(1)
@@ -199,18 +203,18 @@ def wire_encode(
 
 
 def wire_decode(
-    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
+    message: Tensor, row_counts: list[int], first_columns: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
     """Decode a message from ``wire_encode`` into fp32 values, flat.
 
     Args:
         message: uint8, flat.
-        rows: row count per block; [B].
-        starts: first column per block, followed by C; [B + 1].
+        row_counts: row count per block; [B].
+        first_columns: first column per block, followed by C; [B + 1].
         widths: values per row and column; [C].
         formats: format number per column, plus ``STOCHASTIC`` for stochastic rounding; [C].
     """
-    blocks = list(block_ranges(rows, starts, widths, formats))
+    blocks = list(block_ranges(row_counts, first_columns, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)
     if message.dtype != torch.uint8 or message.numel() != size:
         raise ValueError(f"the message must be {size} bytes, got {message.numel()} {message.dtype}.")

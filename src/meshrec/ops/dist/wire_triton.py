@@ -19,12 +19,12 @@ _MAX_WIDTH = 8192
 
 def wire_encode(
     values: Tensor,
-    rows: list[int],
-    starts: list[int],
+    row_counts: list[int],
+    first_columns: list[int],
     widths: list[int],
     formats: list[int],
     seeds: list[int],
-    origins: list[int],
+    table_columns: list[int],
     first_keys: list[int],
     keys: Tensor | None,
     step: int,
@@ -33,12 +33,12 @@ def wire_encode(
 
     Args:
         values: see ``naive.wire_encode``.
-        rows: see ``naive.wire_encode``.
-        starts: see ``naive.wire_encode``.
+        row_counts: see ``naive.wire_encode``.
+        first_columns: see ``naive.wire_encode``.
         widths: see ``naive.wire_encode``.
         formats: see ``naive.wire_encode``.
         seeds: see ``naive.wire_encode``.
-        origins: see ``naive.wire_encode``.
+        table_columns: see ``naive.wire_encode``.
         first_keys: see ``naive.wire_encode``.
         keys: see ``naive.wire_encode``.
         step: see ``naive.wire_encode``.
@@ -46,15 +46,15 @@ def wire_encode(
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
     # Only stochastic rounding reads these.
-    options = seeds, origins, first_keys, keys, step
-    blocks = list(naive.block_ranges(rows, starts, widths, formats))
-    size = sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True))
+    options = seeds, table_columns, first_keys, keys, step
+    blocks = list(naive.block_ranges(row_counts, first_columns, widths, formats))
+    size = sum(n * block.row_elements for n, block in zip(row_counts, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or values.dtype != torch.float32 or values.numel() != size:
         # The plain version also raises the error for a wrong size.
-        return naive.wire_encode(values, rows, starts, widths, formats, *options)
+        return naive.wire_encode(values, row_counts, first_columns, widths, formats, *options)
     values = values.contiguous()
     message = values.new_empty(
-        sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True)), dtype=torch.uint8
+        sum(n * block.row_bytes for n, block in zip(row_counts, blocks, strict=True)), dtype=torch.uint8
     )
     none = torch.iinfo(torch.int64).max
     # Programs lower the second number to the first position, so start from the largest int64.
@@ -75,7 +75,7 @@ def wire_encode(
             dim,
             naive.noise_start(seeds[c], step),
             first_keys[column.block],
-            origins[c],
+            table_columns[c],
             FORMAT=formats[c] & ~naive.STOCHASTIC,
             STOCHASTIC=bool(formats[c] & naive.STOCHASTIC),
             BLOCK=kernels.next_power_of_2(dim),
@@ -86,27 +86,27 @@ def wire_encode(
 
 
 def wire_decode(
-    message: Tensor, rows: list[int], starts: list[int], widths: list[int], formats: list[int]
+    message: Tensor, row_counts: list[int], first_columns: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
     """Decode rows like ``naive.wire_decode``, with a kernel launch per column.
 
     Args:
         message: see ``naive.wire_decode``.
-        rows: see ``naive.wire_decode``.
-        starts: see ``naive.wire_decode``.
+        row_counts: see ``naive.wire_decode``.
+        first_columns: see ``naive.wire_decode``.
         widths: see ``naive.wire_decode``.
         formats: see ``naive.wire_decode``.
     """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
-    blocks = list(naive.block_ranges(rows, starts, widths, formats))
-    size = sum(n * block.row_bytes for n, block in zip(rows, blocks, strict=True))
+    blocks = list(naive.block_ranges(row_counts, first_columns, widths, formats))
+    size = sum(n * block.row_bytes for n, block in zip(row_counts, blocks, strict=True))
     if max(widths, default=0) > _MAX_WIDTH or message.dtype != torch.uint8 or message.numel() != size:
         # The plain version also raises the error for a wrong size.
-        return naive.wire_decode(message, rows, starts, widths, formats)
+        return naive.wire_decode(message, row_counts, first_columns, widths, formats)
     message = message.contiguous()
     values = message.new_empty(
-        sum(n * block.row_elements for n, block in zip(rows, blocks, strict=True)), dtype=torch.float32
+        sum(n * block.row_elements for n, block in zip(row_counts, blocks, strict=True)), dtype=torch.float32
     )
     for block, column, dim in _columns(blocks, widths):
         kernels.decode_rows[(block.rows.stop - block.rows.start,)](

@@ -20,8 +20,8 @@ from meshrec.ops.prefault import GrowingRegion
 # Layout constants in csrc/index/shard.h and csrc/index/hash_index.h; both sides must agree.
 _BUCKET_BYTES, _TAG_BYTES = 64, 3
 _HEADER_WORDS, _SHARD_WORDS, _MIN_BUCKETS = 8, 4, 8
-# Positions in the header. ROOM is the bucket capacity per shard, SLOT_ROOM the slot capacity.
-_NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _ROOM, _SLOT_ROOM = range(6)
+# Positions in the header. The bucket capacity is per shard.
+_NUM_LIVE, _NUM_SLOTS, _MAX_SLOTS, _SHARD_BITS, _BUCKET_CAPACITY, _SLOT_CAPACITY = range(6)
 # One shard per million slots, at most 16: threads work on different shards.
 _SLOTS_PER_SHARD, _MAX_SHARD_BITS = 1 << 20, 4
 # Where address space cannot be reserved, memory starts at this size and doubles.
@@ -105,20 +105,20 @@ class CompiledIndex:
         header[_MAX_SLOTS], header[_SHARD_BITS] = max_slots, shard_bits
         # Per shard: no keys, then the bucket count before and after a resize, and the resize's progress.
         header[_HEADER_WORDS:].view(-1, _SHARD_WORDS)[:, 1:] = _MIN_BUCKETS
-        # The header first: _set_room reads and updates it.
+        # The header first: _reallocate reads and updates it.
         self.memory = [header, *(torch.empty(0, dtype=torch.uint8) for _ in range(3))]
         # Read header words through ctypes: tensor indexing takes 2 us per word, and every lookup reads
         # several words per table.
         self._words = (ctypes.c_int64 * _HEADER_WORDS).from_address(header.data_ptr())
         # 25 % headroom over an even split. A shard outgrowing it moves the index to new memory.
         share = max_slots if shard_bits == 0 else (max_slots >> shard_bits) * 5 // 4 + _INITIAL_SLOTS
-        room = int(share * _BUCKETS_PER_ID) * 9 // 8 + _INITIAL_BUCKETS
+        bucket_capacity = int(share * _BUCKETS_PER_ID) * 9 // 8 + _INITIAL_BUCKETS
         # Shards grow evenly. Stagger their starts within a huge page, so they do not all reach the next
         # page in the same step.
-        room += -room % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
-        self._is_reserved = self._set_room(room, max_slots, reserved=True)
+        bucket_capacity += -bucket_capacity % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
+        self._is_reserved = self._reallocate(bucket_capacity, max_slots, reserved=True)
         if not self._is_reserved:
-            self._set_room(_INITIAL_BUCKETS, min(max_slots, _INITIAL_SLOTS), reserved=False)
+            self._reallocate(_INITIAL_BUCKETS, min(max_slots, _INITIAL_SLOTS), reserved=False)
 
     @property
     def num_live(self) -> int:
@@ -145,7 +145,7 @@ class CompiledIndex:
         # A growing shard writes from the end of the next eighth downward.
         row_bytes = _BUCKET_BYTES * _BUCKETS_PER_ID * 9 / 8 / len(buckets)
         regions = [
-            GrowingRegion(buckets, row_bytes, shard * self._room * _BUCKET_BYTES)
+            GrowingRegion(buckets, row_bytes, shard * self._bucket_capacity * _BUCKET_BYTES)
             for shard in range(len(buckets))
         ]
         return [*regions, GrowingRegion(tags, _TAG_BYTES)]
@@ -163,14 +163,16 @@ class CompiledIndex:
             given_N: free slots to assign to the IDs, int64 [N]. None: the lowest free slots.
         """
         assert _library is not None
-        num_live, num_slots, max_slots, _, _, slot_room = self.memory[0][:_HEADER_WORDS].tolist()[:6]
+        num_live, num_slots, max_slots, _, _, slot_capacity = self.memory[0][:_HEADER_WORDS].tolist()[:6]
         # Grow the slot capacity first, because the kernel cannot: it only gets addresses. The capacity
         # doubles, so that copies stay rare.
         needed = max(num_slots, num_live + len(ids_N))
         if given_N is not None and len(given_N):
             needed = max(needed, int(given_N.max()) + 1)
-        if slot_room < needed <= max_slots:
-            self._set_room(self._room, min(max_slots, max(needed, 2 * slot_room)), reserved=False)
+        if slot_capacity < needed <= max_slots:
+            self._reallocate(
+                self._bucket_capacity, min(max_slots, max(needed, 2 * slot_capacity)), reserved=False
+            )
         slots = torch.empty_like(ids_N)
         # A null pointer selects the lowest free slots.
         given = None if given_N is None else given_N.data_ptr()
@@ -181,7 +183,7 @@ class CompiledIndex:
             )
             if status != Status.NO_BUCKETS:
                 return Status(status) if status else slots
-            self._set_room(2 * self._room, int(self.memory[0][_SLOT_ROOM]), reserved=False)
+            self._reallocate(2 * self._bucket_capacity, int(self.memory[0][_SLOT_CAPACITY]), reserved=False)
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
         """Remove IDs, and return their slots. If that fails, return a status and change nothing."""
@@ -250,23 +252,26 @@ class CompiledIndex:
         )
 
     @property
-    def _room(self) -> int:
+    def _bucket_capacity(self) -> int:
         """Bucket capacity per shard."""
-        return int(self._words[_ROOM])
+        return int(self._words[_BUCKET_CAPACITY])
 
-    def _set_room(self, room: int, slot_room: int, *, reserved: bool) -> bool:
+    def _reallocate(self, bucket_capacity: int, slot_capacity: int, *, reserved: bool) -> bool:
         """Allocate tensors for another capacity, copy the contents, and switch to them.
 
         Args:
-            room: buckets per shard.
-            slot_room: slot capacity.
+            bucket_capacity: buckets per shard.
+            slot_capacity: slot capacity.
             reserved: only reserve address space. Where the system cannot, return False and change nothing.
         """
         header, buckets, tags, free = self.memory
-        num_shards, old_words = 1 << int(header[_SHARD_BITS]), -(-int(header[_SLOT_ROOM]) // 64)
-        num_words = -(-slot_room // 64)
+        num_shards, old_words = 1 << int(header[_SHARD_BITS]), -(-int(header[_SLOT_CAPACITY]) // 64)
+        num_words = -(-slot_capacity // 64)
         free_bytes = 8 * (num_words + num_words // 64 + 1)
-        sizes: list[tuple[int, ...]] = [(num_shards, room, _BUCKET_BYTES), (_TAG_BYTES * slot_room + 1,)]
+        sizes: list[tuple[int, ...]] = [
+            (num_shards, bucket_capacity, _BUCKET_BYTES),
+            (_TAG_BYTES * slot_capacity + 1,),
+        ]
         sizes.append((free_bytes,))
         # Allocate everything first, so that a failure changes nothing.
         new = []
@@ -279,7 +284,7 @@ class CompiledIndex:
             new.append(memory)
         if buckets.numel():
             # A shard's buckets stay at the start of the shard; only the distance between shards grows.
-            new[0][:, : self._room] = buckets
+            new[0][:, : self._bucket_capacity] = buckets
             new[1][: len(tags)] = tags
             new[2][: 8 * old_words] = free[: 8 * old_words]
             # The free list is a bitmap with a summary bit per word. The summary moves, as it follows the
@@ -287,7 +292,7 @@ class CompiledIndex:
             summary = free[8 * old_words :]
             new[2][8 * num_words :][: len(summary)] = summary
         # The header itself is not replaced: self._words points into it.
-        header[_ROOM], header[_SLOT_ROOM] = room, slot_room
+        header[_BUCKET_CAPACITY], header[_SLOT_CAPACITY] = bucket_capacity, slot_capacity
         self.memory = [header, *new]
         # Cached: every C call passes these addresses.
         self._addresses = _pointers(*(tensor.data_ptr() for tensor in self.memory))

@@ -237,7 +237,7 @@ class IdSpan(NamedTuple):
     """End position, exclusive."""
     owner: HashIndex
     """The index to search."""
-    first: int = 0
+    id_offset: int = 0
     """Number added to each ID (after the mix) before the search."""
     mix_seed: int | None = None
     """Seed to `mix` the IDs before the search; None: no mix.
@@ -266,7 +266,7 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
         for span in spans:
             ids = ids_N[span.start : span.end]
             keys = ids if span.mix_seed is None else naive.mix(ids, span.mix_seed)
-            slots[span.start : span.end] = span.owner.find(keys + span.first)
+            slots[span.start : span.end] = span.owner.find(keys + span.id_offset)
         return slots, [int((slots[span.start : span.end] < 0).sum()) for span in spans]
     # Several spans may share an index, so the kernel gets each index once and an index number per span.
     index_of = {id(index): number for number, index in enumerate(indexes)}
@@ -278,7 +278,7 @@ def find_spans(ids_N: Tensor, spans: Sequence[IdSpan]) -> tuple[Tensor, list[int
         [span.start for span in spans],
         [span.end for span in spans],
         [index_of[id(span.owner)] for span in spans],
-        [span.first for span in spans],
+        [span.id_offset for span in spans],
         mixes,
     )
     return slots, absent.tolist()
@@ -327,7 +327,7 @@ class UnassignedIds(NamedTuple):
     """Slot for each ID, -1 if it has none, int64 [N], contiguous. `assign_slots` replaces every -1."""
     num_absent: int
     """How many entries in ``slots`` are -1."""
-    first: int = 0
+    id_offset: int = 0
     """Number added to each ID (after the mix) before insertion, see ``IdSpan``."""
     mix_seed: int | None = None
     """Seed to `mix` the IDs before insertion; None: no mix."""
@@ -375,7 +375,7 @@ def assign_slots(requests: Sequence[UnassignedIds]) -> list[AssignedSlots]:
     if len(compiled) == len(requests):
         counts_inserted = assign(
             [
-                index.assign_args(request.ids, request.slots, buffer, request.mix_seed, request.first)
+                index.assign_args(request.ids, request.slots, buffer, request.mix_seed, request.id_offset)
                 for index, request, buffer in zip(compiled, requests, buffers, strict=True)
             ]
         )
@@ -401,7 +401,7 @@ def _assign_one(request: UnassignedIds) -> AssignedSlots:
     # Also used without compiled kernels, where assign() cannot run.
     absent = request.slots < 0
     ids = request.ids[absent]
-    keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.first
+    keys = (ids if request.mix_seed is None else naive.mix(ids, request.mix_seed)) + request.id_offset
     distinct, inverse = operators.index_unique(keys)
     slots = request.owner.insert(distinct)
     # In place: the caller reads the slots from its request.

@@ -35,13 +35,13 @@ class KeyIndex(NamedTuple):
 
     buckets: Tensor
     """Keys of the exported rows, packed into cache lines, int64 [b, 8]; see ``naive.pack_buckets``."""
-    added: Tensor
+    added_keys: Tensor
     """Keys of rows added after the export, and their positions in ``added_rows``; int64 [2, m]."""
     added_rows: Tensor
     """Rows added after the export."""
     seed: int
     """Seed for the hash from IDs to keys."""
-    first: UniformInit
+    initial_values: UniformInit
     """Initial row values for an ID without a key."""
 
 
@@ -69,11 +69,11 @@ def forward(
     """
     # The operator takes flat lists: three tensors, two seeds and two floats per keyed table.
     key_tensors = [tensor for index in keyed.values() for tensor in index[:3]]
-    seeds = [seed for index in keyed.values() for seed in (index.seed, index.first.seed)]
+    seeds = [seed for index in keyed.values() for seed in (index.seed, index.initial_values.seed)]
     # Kernels take the distance between values instead of the upper bound.
     firsts = [
         x
-        for _, low, high in (index.first for index in keyed.values())
+        for _, low, high in (index.initial_values for index in keyed.values())
         for x in (low, value_spacing(low, high))
     ]
     return _forward(list(weights), list(bits), *lookups, *options, list(keyed), key_tensors, seeds, firsts)

@@ -31,19 +31,19 @@ PER_TABLE = 3
 """Number of key index tensors per table."""
 
 
-def num_homes(num_rows: int) -> int:
+def num_home_buckets(num_rows: int) -> int:
     """Return how many equal intervals the key range has. A bucket per interval is then 72 % full."""
     # 126 / 25 rows per interval, rounded up: 5.04 keys for the 7 entries of a bucket.
     return max(1, (25 * num_rows + 125) // 126)
 
 
-def _homes(keys_N: Tensor, num_rows: int) -> Tensor:
+def _home_buckets(keys_N: Tensor, num_rows: int) -> Tensor:
     """Return the number of the interval that contains each key, int64 [N].
 
     This is the key times the number of intervals, divided by 2^64. The product has 96 bits, so it is computed
     from two halves of the key.
     """
-    number, half = num_homes(num_rows), (1 << 32) - 1
+    number, half = num_home_buckets(num_rows), (1 << 32) - 1
     # Keys are ordered as signed integers, so shift the range to start from 0.
     high = (keys_N >> 32) + (1 << 31)
     return (high * number + ((keys_N & half) * number >> 32)) >> 32
@@ -53,15 +53,15 @@ def pack_buckets(keys_n: Tensor) -> Tensor:
     """Pack ascending keys into buckets of cache line size: int64 [b, 8].
 
     A bucket holds a row number, then the keys of this row and the six rows after it. The key range is divided
-    into equal intervals (see ``num_homes``), and bucket i belongs to interval i. It starts at or before the
-    first key in the interval, and no later than where bucket i - 1 ends. A key is therefore in the bucket of
-    its interval, or shortly after it. The last bucket is filled up with copies of the last key.
+    into equal intervals (see ``num_home_buckets``), and bucket i belongs to interval i. It starts at or
+    before the first key in the interval, and no later than where bucket i - 1 ends. A key is therefore in the
+    bucket of its interval, or shortly after it. The last bucket is filled up with copies of the last key.
 
     Args:
         keys_n: int64 [n], ascending.
     """
-    num, count = len(keys_n), num_homes(len(keys_n))
-    sizes = torch.bincount(_homes(keys_n, num), minlength=count)
+    num, count = len(keys_n), num_home_buckets(len(keys_n))
+    sizes = torch.bincount(_home_buckets(keys_n, num), minlength=count)
     # If every bucket before it were full, bucket i would start at 7 i. A bucket starts at the first key of
     # its interval, but never after the end of the bucket before it: cummin applies both limits to all
     # buckets.
@@ -86,7 +86,7 @@ def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
         keys_N: keys to search, int64 [N]; may repeat.
     """
     rows = torch.full_like(keys_N, -1)
-    pending, bucket = torch.arange(len(keys_N) if num_rows else 0), _homes(keys_N, num_rows)
+    pending, bucket = torch.arange(len(keys_N) if num_rows else 0), _home_buckets(keys_N, num_rows)
     while len(pending):
         # Search all pending keys in parallel, starting at the bucket of the interval.
         entries, keys = buckets_b[bucket[pending]], keys_N[pending]
@@ -234,7 +234,11 @@ def _find_rows_and_added(
     """Return the table rows followed by the added rows, and a row number per ID; -1 for unknown IDs."""
     buckets, added, added_rows = tensors
     num_rows = len(weight)
-    if buckets.dim() != 2 or buckets.shape[1] != 1 + KEYS_PER_BUCKET or len(buckets) < num_homes(num_rows):
+    if (
+        buckets.dim() != 2
+        or buckets.shape[1] != 1 + KEYS_PER_BUCKET
+        or len(buckets) < num_home_buckets(num_rows)
+    ):
         raise ValueError(
             f"table {table} has {num_rows} rows and buckets {list(buckets.shape)}, which do not fit "
             "together. Export the model again."

@@ -212,25 +212,25 @@ implement([records_read, records_write, cache_used, cache_victims])
 # Shapes for tracing.
 
 
-def _transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
+def _fake_transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
     """Return the result shape of ``records_read`` and ``records_write``, for tracing."""
     return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
 
 
-def _used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
+def _fake_cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
     """Return the result shape of ``cache_used``, for tracing."""
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-def _victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
+def _fake_cache_victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
     """Return the result shape of ``cache_victims``, for tracing. The hand does not move."""
     return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
 
 
 for _name, _fake in (
-    ("records_read", _transfer),
-    ("records_write", _transfer),
-    ("cache_used", _used),
-    ("cache_victims", _victims),
+    ("records_read", _fake_transfer),
+    ("records_write", _fake_transfer),
+    ("cache_used", _fake_cache_used),
+    ("cache_victims", _fake_cache_victims),
 ):
     torch.library.register_fake(f"meshrec::{_name}", _fake)

@@ -60,7 +60,7 @@ class Updater(Protocol):
     def check_tables(self, before: list[int]) -> None:
         """Raise ValueError if other code wrote to a table since ``foreign_writes`` returned ``before``."""
 
-    def take(self, grad: Tensor, lookups: Lookups) -> None:
+    def apply_gradient(self, grad: Tensor, lookups: Lookups) -> None:
         """Update the tables with the gradient of a lookup.
 
         Args:
@@ -203,7 +203,7 @@ class _FusedLookup(torch.autograd.Function):
             dense_weights = [ctx.weights[table] for table in ctx.dense_tables]
             dense_grads = dense_grad(grad, dense_weights, ctx.lookups.of_tables(ctx.dense_tables))
         # Last, because dense and sample weight gradients must see the weights before the update.
-        ctx.updater.take(grad, ctx.lookups)
+        ctx.updater.apply_gradient(grad, ctx.lookups)
         # A gradient per forward argument: anchor, sample weights, five without a gradient, dense weights.
         return (None, sample_grad, None, None, None, None, None, *dense_grads)
 

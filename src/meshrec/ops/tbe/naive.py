@@ -60,7 +60,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     # The operator gets no widths, because weights have them.
     lookups = Lookups._make([*shared, [weights[table].shape[1] for table in shared[6]]])
     values, sample_weights = lookups.values, lookups.per_sample_weights
-    layout = _layout(lookups)
+    layout = _checked_layout(lookups)
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     if check_ids:
@@ -209,7 +209,7 @@ def tbe_sample_weight_grad(
     # Without per-sample weights, gradients are not scaled by these.
     lookups = Lookups(values, offsets, None, *arguments)
     check_offsets(offsets, values.numel())
-    _layout(lookups)  # same error precedence as the kernels
+    _checked_layout(lookups)  # same error precedence as the kernels
     _check_pooled(lookups.pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     for part in _id_gradients(grad, lookups, [weight.shape[0] for weight in weights]):
@@ -267,7 +267,7 @@ def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
 
 
-class _Gradient(NamedTuple):
+class _PieceGradients(NamedTuple):
     """The gradients for all IDs in a piece (a feature in a block), not yet summed over equal rows."""
 
     table: int
@@ -276,13 +276,13 @@ class _Gradient(NamedTuple):
     gradient_nD: Tensor
 
 
-def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_Gradient]:
+def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> Iterator[_PieceGradients]:
     """Yield the gradients of all IDs, piece by piece.
 
     A gradient includes the per-sample weight, and the factor 1 / (IDs in the bag) for MEAN. Features with
     table -1 are skipped.
     """
-    layout = _layout(lookups)
+    layout = _checked_layout(lookups)
     # layout.out_size counts rows if the output is 2-D.
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(lookups.dims)
     if grad.numel() != out_size:
@@ -302,10 +302,10 @@ def _id_gradients(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> It
         rows_n = lookups.values[piece.ids].long()
         # Always checked: indexing would accept a negative row, and report a large row without its ID.
         _check_rows(piece, rows_n, num_rows[table], str(table), str(piece.feature))
-        yield _Gradient(table, piece.ids, rows_n, gradient)
+        yield _PieceGradients(table, piece.ids, rows_n, gradient)
 
 
-def _layout(lookups: Lookups) -> OutputLayout:
+def _checked_layout(lookups: Lookups) -> OutputLayout:
     """Check the arguments shared by all operators, and return the output layout.
 
     Raises:
@@ -315,15 +315,17 @@ def _layout(lookups: Lookups) -> OutputLayout:
     return lookups.layout()
 
 
-def _gradients_by_table(grad: Tensor, lookups: Lookups, num_rows: Sequence[int]) -> list[list[_Gradient]]:
+def _gradients_by_table(
+    grad: Tensor, lookups: Lookups, num_rows: Sequence[int]
+) -> list[list[_PieceGradients]]:
     """Return, for every table, the gradients from all pieces that read the table."""
-    parts: list[list[_Gradient]] = [[] for _ in num_rows]
+    parts: list[list[_PieceGradients]] = [[] for _ in num_rows]
     for part in _id_gradients(grad, lookups, num_rows):
         parts[part.table].append(part)
     return parts
 
 
-def _sum_by_row(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_by_row(parts: list[_PieceGradients]) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the gradients of equal rows in a table.
 
     Returns:

@@ -266,7 +266,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         raise ValueError("row_keys are for hashed tables, which are on the CPU.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
-    _check_updated(weights, state, num_state)
+    _check_update_targets(weights, state, num_state)
     # Adam's bias corrections in float64. A power in fp32 would lose digits in the first steps.
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
@@ -305,7 +305,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             # Statistics are per ID, and every round has an entry per ID.
             stats = row_stats.repeat(num_entries // num_ids, 1)
         if runs is not None and mean_squares is not None:
-            stats = _stats_of_runs(runs, mean_squares)
+            stats = _row_stats_by_entry(runs, mean_squares)
         _update_runs(
             entries,
             fields,
@@ -320,7 +320,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         )
 
 
-def _check_updated(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
+def _check_update_targets(weights: list[Tensor], state: list[Tensor], num_state: int) -> None:
     """Raise ValueError if there are too few state tensors, or if a tensor to update is not contiguous."""
     if len(state) != num_state * len(weights):
         raise ValueError(
@@ -353,7 +353,7 @@ def _update_runs(
     )
 
 
-def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
+def _row_stats_by_entry(runs: Tensor, mean_squares: Tensor) -> Tensor:
     """Expand the mean squared gradient per touched row to a value per entry, fp32 [E, 3].
 
     The other two row statistics are 0. ``needs_gradient_only`` optimizers do not read them.
@@ -454,13 +454,13 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
 
 
 def _sum_runs(entries: _Entries, fields: Tensor, run_ids: Tensor, widths: list[int], *, dense: bool) -> None:
-    """Launch the kernel that sums the gradients of equal rows; see ``triton_kernels.sum_runs``."""
+    """Launch the kernel that sums the gradients of equal rows; see ``triton_kernels.write_run_sums``."""
     from meshrec.ops.tbe import triton_kernels
 
     num_entries, block = entries.rows.numel(), _padded_width(widths)
     if num_entries:
         runs_at_once = _runs_at_once(block)
-        triton_kernels.sum_runs[(-(-num_entries // runs_at_once),)](
+        triton_kernels.write_run_sums[(-(-num_entries // runs_at_once),)](
             *entries[:6],
             fields,
             entries.partial_sums(fields, block),

@@ -57,7 +57,7 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows(
+def _load_rows(
     address, row, is_valid, width, columns, WEIGHT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr
 ):
     """Load rows from a table as fp32 [rows, BLOCK].
@@ -82,7 +82,7 @@ def _rows(
 
 
 @triton.jit
-def _bags(fields, offsets, BAGS: tl.constexpr):
+def _load_bag_ranges(fields, offsets, BAGS: tl.constexpr):
     """Return the bags that this program handles: numbers, which of them exist, first and end ID.
 
     The last result is the first ID of the whole lookup.
@@ -141,7 +141,7 @@ def look_up(
     fields = lookups + tl.program_id(1) * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
-    bags, is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
+    bags, is_bag, start, end, first_id = _load_bag_ranges(fields, offsets, BAGS)
     if CHECK:  # offsets may be invalid, too
         start, end = tl.maximum(start, 0), tl.minimum(end, num_ids)
     table, pooling = tl.load(fields), tl.load(fields + 6)
@@ -159,7 +159,7 @@ def look_up(
             if CHECK:
                 bad = bad | (is_id & ((row < 0) | (row >= height)))
                 is_id = is_id & (row >= 0) & (row < height)
-            x = _rows(address, row, is_id, width, columns, WEIGHT, BITS, ALIGN)
+            x = _load_rows(address, row, is_id, width, columns, WEIGHT, BITS, ALIGN)
             if WEIGHTED:
                 weight = tl.load(sample_weights + at, is_id, 0.0)
                 bad = bad | (weight != weight)
@@ -223,7 +223,7 @@ def list_entries(
     fields = lookups + lookup * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
-    bags, _is_bag, start, end, first_id = _bags(fields, offsets, BAGS)
+    bags, _is_bag, start, end, first_id = _load_bag_ranges(fields, offsets, BAGS)
     table, stride, pooling = tl.load(fields), tl.load(fields + 5), tl.load(fields + 6)
     target, first_row = tl.load(fields + 4), tl.load(tables + table * 7 + 4)
     entries = tl.load(rounds + lookup) * num_ids
@@ -365,7 +365,7 @@ def sum_parts(
 
 
 @triton.jit
-def sum_of_runs(
+def load_run_sums(
     grad,
     rows,
     order,
@@ -417,7 +417,7 @@ def sum_of_runs(
 
 
 @triton.jit
-def sum_runs(
+def write_run_sums(
     grad,
     rows,
     order,
@@ -462,7 +462,7 @@ def sum_runs(
         return
     fields = tables + tl.load(tables_of + tl.load(order + at, first, 0), first, 0) * 7
     width = tl.load(fields + 3, first, 0)
-    total = sum_of_runs(
+    total = load_run_sums(
         grad, rows, order, starts, factors, parts, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
     columns = tl.arange(0, BLOCK)

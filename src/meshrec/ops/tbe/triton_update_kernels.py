@@ -13,7 +13,7 @@ import triton.language as tl
 
 from meshrec.ops.tbe import formulas
 from meshrec.ops.tbe.formulas import Hyper, OptimizerKind, RowSum
-from meshrec.ops.tbe.triton_kernels import run_starts, sum_of_runs
+from meshrec.ops.tbe.triton_kernels import load_run_sums, run_starts
 
 # Triton kernels may only read global constants with the type tl.constexpr.
 _L2: tl.constexpr = tl.constexpr(formulas.L2_DECAY)
@@ -301,7 +301,7 @@ def update_runs(
     # Tables are separate tensors, so every run has a base address.
     target = _pointers(fields, first, WEIGHT, ALIGN)[:, None] + element
     w = tl.load(target, inside, 0.0).to(tl.float32)  # load early, to overlap with the gradient sum
-    g = sum_of_runs(
+    g = load_run_sums(
         grad, rows, order, starts, factors, parts, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
     )
     slot0, slot1 = (
