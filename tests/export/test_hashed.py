@@ -10,7 +10,7 @@ from torch import nn
 
 import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
-from meshrec.export.package import finish
+from meshrec.export.package import write_manifest_and_signature
 from tests.export import hashed_models as made
 from tests.export.conftest import torchs_own_warnings
 from tests.export.test_runtime import call, program  # noqa: F401
@@ -186,6 +186,6 @@ def test_the_formulas_belong_to_the_program(folder):
     manifest["hashed"]["bags.embedding_bags.h0.weight"]["first_seed"] += 1
     for name in ("manifest.json", "digests.txt", "layout.txt"):
         (folder / name).unlink()
-    finish(folder, {name: said for name, said in manifest.items() if name != "sha256"})
+    write_manifest_and_signature(folder, {name: said for name, said in manifest.items() if name != "sha256"})
     with pytest.raises(PackageError, match=r"exported\.pt2"):
         Predictor(folder)

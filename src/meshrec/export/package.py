@@ -180,7 +180,7 @@ def export(
         if items is not None:
             items.save(parts)
         _write_weights(parts / WEIGHTS, contents, records)
-        finish(parts, {**manifest, "compiled": why_not is None}, key)
+        write_manifest_and_signature(parts, {**manifest, "compiled": why_not is None}, key)
     return folder
 
 
@@ -232,7 +232,7 @@ def compile_anew(
                 why_not = compile_program(exported_program, parts / compiled_name)
                 if why_not is not None:
                     raise ValueError(f"{package} cannot be compiled here: {why_not}. Serve it from Python.")
-        finish(parts, {**manifest, "compiled": True}, key)
+        write_manifest_and_signature(parts, {**manifest, "compiled": True}, key)
     return folder
 
 
@@ -419,7 +419,9 @@ def _write_weights(
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
-def finish(parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None) -> None:
+def write_manifest_and_signature(
+    parts: Path, manifest: Mapping[str, Any], key: "Ed25519PrivateKey | None" = None
+) -> None:
     """Write the last files of a package: layout, manifest, digests and signature.
 
     Args:

@@ -148,7 +148,7 @@ class _Sharing:
     def _repeated(self, node: Node) -> SharedColumns | None:
         """``x.index_select(0, group)``, with which the model repeats shared rows: all columns are shared."""
         rows, dim, index = node.args
-        if dim != 0 or _origin(index) is not self._group or len(_shape(rows)) not in (2, 3):
+        if dim != 0 or _unaliased_node(index) is not self._group or len(_shape(rows)) not in (2, 3):
             return None
         assert isinstance(rows, Node)
         return SharedColumns(None, rows, tuple((True, column) for column in range(_shape(rows)[1])))
@@ -381,7 +381,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _origin(index: Any) -> Any:
+def _unaliased_node(index: Any) -> Any:
     """Return the node that an index comes from, through operators that do not change it."""
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
