@@ -36,7 +36,7 @@ VALUES, LENGTHS = ".values", ".lengths"
 """Name suffixes of the two inputs for a feature: the IDs for all samples, and ID count per sample."""
 RAW = "raw."
 """Name prefix of raw inputs."""
-TEXTS = "BYTES"
+STRINGS = "BYTES"
 """Protocol datatype of strings."""
 # Maximum number of dimensions in the shape of an input.
 _MAX_DIMS = 8
@@ -55,12 +55,12 @@ _MAX_INT64 = (1 << 63) - 1
 _JSON_COLUMN = "pd_json"
 # Datatypes allowed per content type of MLServer's codecs.
 _CONTENT_TYPES = {
-    "np": {*_DTYPES, TEXTS},
-    "pd": {*_DTYPES, TEXTS},
-    "str": {TEXTS},
-    "datetime": {TEXTS},
-    "base64": {TEXTS},
-    _JSON_COLUMN: {TEXTS},
+    "np": {*_DTYPES, STRINGS},
+    "pd": {*_DTYPES, STRINGS},
+    "str": {STRINGS},
+    "datetime": {STRINGS},
+    "base64": {STRINGS},
+    _JSON_COLUMN: {STRINGS},
 }
 _REQUEST_FIELDS = frozenset(("id", "parameters", "inputs", "outputs", "model_name", "model_version"))
 _INPUT_FIELDS = frozenset(("name", "shape", "datatype", "parameters", "data"))
@@ -101,7 +101,7 @@ def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
 
 def _datatype(kind: str) -> str:
     """Return the protocol datatype for a kind of column values. Times are sent as strings."""
-    return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), TEXTS)
+    return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), STRINGS)
 
 
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
@@ -355,29 +355,29 @@ class _InputSpec(NamedTuple):
         datatype: protocol datatype which the model's metadata reports.
         dtype: numpy dtype in which the model reads the input; None for raw values.
         is_raw: whether the input belongs to requests with raw values instead of IDs.
-        takes: other accepted datatypes. Values must fit ``datatype``.
+        accepted_datatypes: other accepted datatypes. Values must fit ``datatype``.
     """
 
     datatype: str
     dtype: np.dtype[Any] | None
     is_raw: bool
-    takes: Set[str]
+    accepted_datatypes: Set[str]
 
 
 @functools.lru_cache(16)
 def _allowed_inputs(signature: Signature) -> dict[str, _InputSpec]:
     """Return all inputs which a request to this model may have, by input name."""
     whole = {datatype for datatype in _DTYPES if "INT" in datatype}
-    takes = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
+    accepted = {"INT32": whole, "INT64": whole, "FP32": {*_DTYPES} - {"BOOL"}, "FP64": {*_DTYPES} - {"BOOL"}}
     allowed = {}
     for name, (datatype, _) in inputs_of(signature).items():
-        allowed[name] = _InputSpec(datatype, _MODEL_DTYPES[datatype], False, takes[datatype])
+        allowed[name] = _InputSpec(datatype, _MODEL_DTYPES[datatype], False, accepted[datatype])
     for name, (datatype, _) in raw_inputs_of(signature).items():
         if name.endswith(LENGTHS):
             allowed[name] = _InputSpec(datatype, _MODEL_DTYPES[datatype], True, whole)
         else:
             # Data frames store booleans, and integers with missing values, in columns of other types.
-            numeric = {*_DTYPES} if datatype == "INT64" else takes.get(datatype, set())
+            numeric = {*_DTYPES} if datatype == "INT64" else accepted.get(datatype, set())
             allowed[name] = _InputSpec(datatype, None, True, numeric)
     for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
         if kind.startswith("list"):
@@ -401,7 +401,9 @@ def _check_datatype(datatype: Any, content_type: Any, expected: _InputSpec, name
     takes_json = expected.is_raw and expected.dtype is None
     if content_type == _JSON_COLUMN and takes_json:
         return
-    if content_type == _JSON_COLUMN or not (datatype == expected.datatype or datatype in expected.takes):
+    if content_type == _JSON_COLUMN or not (
+        datatype == expected.datatype or datatype in expected.accepted_datatypes
+    ):
         raise RequestError(
             f"input {name!r} must be {expected.datatype}, got {shown(datatype)} of content_type "
             f"{shown(content_type)}. Send {expected.datatype}."
@@ -420,7 +422,7 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
     if not isinstance(data, list):
         raise RequestError(f"the data of input {name!r} must be a list, got {shown(data)}.")
     is_nested = bool(data) and type(data[0]) is list
-    if not (is_nested or datatype in (TEXTS, "BOOL") or None in data):
+    if not (is_nested or datatype in (STRINGS, "BOOL") or None in data):
         return _numeric_array(data, datatype, name)
     # The trailing None keeps numpy from treating inner lists as rows.
     array = np.array(data, object) if is_nested else np.array([*data, None], object)[:-1]
@@ -430,13 +432,13 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
         )
     values = array.reshape(-1).tolist()
     present = [value for value in values if value is not None]
-    if datatype not in (TEXTS, "BOOL"):
+    if datatype not in (STRINGS, "BOOL"):
         numeric = _numeric_array(present, datatype, name)
         if len(present) == len(values):
             return numeric
         present = numeric.tolist()
-    elif wrong := [value for value in present if type(value) is not (str if datatype == TEXTS else bool)]:
-        kind = "strings" if datatype == TEXTS else "true or false"
+    elif wrong := [value for value in present if type(value) is not (str if datatype == STRINGS else bool)]:
+        kind = "strings" if datatype == STRINGS else "true or false"
         raise RequestError(f"input {name!r} must be {kind}, got {shown(wrong[0])}.")
     # Puts the nulls back between the converted values.
     remaining = iter(present)

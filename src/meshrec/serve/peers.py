@@ -19,7 +19,7 @@ Change = Callable[[str, str, int | None], Awaitable[None]]
 """Function which applies a change in this process, given the action, the model name and the last delta."""
 
 
-class Peers:
+class ParentLink:
     """Connection of a worker to the other workers, through the parent process.
 
     Args:

@@ -152,13 +152,13 @@ def _parse_dense(rows: Sequence[Any], num_dense: int) -> Floats:
     )
 
 
-def _parse_ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
+def _parse_ids(name: str, samples: Sequence[Sample], label_prefix: str) -> tuple[Ints, Ints]:
     """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B].
 
     Args:
         name: feature name.
         samples: JSON objects which have the feature.
-        sample_is: prefix of the sample number in errors; empty for shared values.
+        label_prefix: prefix of the sample number in errors; empty for shared values.
     """
     given = [sample[name] for sample in samples]
     lists = [value if type(value) is list else [value] for value in given]
@@ -169,7 +169,7 @@ def _parse_ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[In
         with contextlib.suppress(OverflowError):
             return np.array(flat, np.int64), np.fromiter(map(len, lists), np.int64, len(lists))
     for number, sample_ids in enumerate(lists):  # locate the wrong sample
-        where = f"{sample_is}{number}" if sample_is else SHARED
+        where = f"{label_prefix}{number}" if label_prefix else SHARED
         _parse_vector(sample_ids, _INT64, f"feature {name!r} of {where}")
     raise AssertionError(f"ids of {name!r} failed together but not individually")
 

@@ -20,7 +20,7 @@ from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import ModelChange, OpenOptions, Repository
 from meshrec.serve.options import ServerOptions
-from meshrec.serve.peers import Peers
+from meshrec.serve.peers import ParentLink
 from meshrec.serve.reading import BodyReader
 from meshrec.serve.scoring import ScoringEndpoint
 from meshrec.serve.service import ScoringService
@@ -34,7 +34,7 @@ class Server:
         models: package folders by model name.
         options: server options.
         bound: result of `listen`; closed at the end.
-        peers: connection to the other workers; None if this is the only process.
+        parent_link: connection to the other workers; None if this is the only process.
         changes: last requested change per model, before this worker started.
 
     Attributes:
@@ -46,10 +46,10 @@ class Server:
         models: Mapping[str, Path],
         options: ServerOptions,
         bound: socket.socket,
-        peers: Peers | None = None,
+        parent_link: ParentLink | None = None,
         changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
-        self._options, self._bound, self._peers = options, bound, peers
+        self._options, self._bound, self._parent_link = options, bound, parent_link
         # Before anything else, while this process has a single thread: both fork a child.
         self._reader, self._trial = BodyReader(), PackageTrial(Predictor)
         metrics = Metrics(len(models))
@@ -73,7 +73,7 @@ class Server:
         service = ScoringService(self.repository, metrics, self._connections)
         scoring = ScoringEndpoint(service, options.max_body, self._reader)
         # With several workers, the parent forwards a change to all of them, this one included.
-        change_all = self.change if peers is None else peers.change_all
+        change_all = self.change if parent_link is None else parent_link.change_all
         hosts = (options.host.lower(), *map(str.lower, options.hosts))
         routes = Routes(
             self.repository,
@@ -167,7 +167,7 @@ class Server:
             return "the server is stopping"
         if (refusal := self.repository.refusal or self._connections.refusal) is not None:
             return refusal
-        if self._peers is not None and not self._peers.all_loaded:
+        if self._parent_link is not None and not self._parent_link.all_loaded:
             return "another worker is loading its models"
         return None
 
@@ -177,16 +177,16 @@ class Server:
             self._reload_requested.clear()
             failed = await self.repository.load_all()
             await self.repository.retry_loads(failed, self._reload_requested)
-        if self._peers is not None:
-            self._peers.report_loaded()
+        if self._parent_link is not None:
+            self._parent_link.report_loaded()
 
     async def _serve(self) -> None:
         """Load the models and answer requests until uvicorn stops."""
         loop = asyncio.get_running_loop()
         with _signal_handlers(loop, {signal.SIGHUP: self.reload}):
-            if self._peers is not None:
-                self._peers.listen(loop, self.change)
-            if self._peers is not None and self._peers.is_replacement:
+            if self._parent_link is not None:
+                self._parent_link.listen(loop, self.change)
+            if self._parent_link is not None and self._parent_link.is_replacement:
                 # The other workers answer meanwhile, so this one must not accept connections yet.
                 await self._load()
             else:

@@ -35,7 +35,7 @@ _MAX_BYTES = 1 << 16
 # Report of a trial which passed.
 _PASSED = b"passed"
 # Signals sent by other processes, or by the kernel when memory is short.
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 Open = Callable[[CheckedPackage], Predictor]
 """Function which loads a package."""
 
@@ -175,7 +175,7 @@ def _trial_failure(
         how = f"it did not finish within {seconds:.0f} s"
     elif code == 0 and reported:
         return reported.decode(errors="replace")
-    elif -code in _FROM_OUTSIDE:
+    elif -code in _EXTERNAL_SIGNALS:
         return _interruption_message(package, f"was ended by {signal.Signals(-code).name}")
     else:
         how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

@@ -28,7 +28,7 @@ from meshrec.durable import abandon_scratch, remove_named, scratch_folder
 from meshrec.export.archive import import_readers
 from meshrec.export.manifest import COMPILED
 from meshrec.serve.options import ServerOptions, listen
-from meshrec.serve.peers import Peers
+from meshrec.serve.peers import ParentLink
 
 _log = logging.getLogger(__name__)
 # Environment variable for the folder in which workers share metrics.
@@ -171,11 +171,11 @@ class _Supervisor:
     def _start_worker(self, index: int) -> None:
         """Fork a worker process. `index` is in [0, worker count)."""
         here, there = multiprocessing.Pipe()
-        peers = Peers(there, self._loaded, index)
+        parent_link = ParentLink(there, self._loaded, index)
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
         process = multiprocessing.get_context("fork").Process(
             target=_run_worker,
-            args=(self._models, self._options, self._bound, peers),
+            args=(self._models, self._options, self._bound, parent_link),
             kwargs={"num_workers": self._num, "changes": dict(self._changes), "ends": ends},
         )
         # Between the fork and the worker's handlers, a signal would run the parent's handler in the worker.
@@ -291,7 +291,7 @@ def _run_worker(
     models: Mapping[str, Path],
     options: ServerOptions,
     bound: socket.socket,
-    peers: Peers,
+    parent_link: ParentLink,
     *,
     num_workers: int,
     changes: dict[str, tuple[str, int | None]],
@@ -303,7 +303,7 @@ def _run_worker(
         models: package folders by model name.
         options: server options.
         bound: listening socket.
-        peers: connection to the other workers.
+        parent_link: connection to the other workers.
         num_workers: worker count.
         changes: last successful change per model: action, and last delta to apply.
         ends: the parent's ends of all pipes, which the worker inherits and closes. A worker detects a killed
@@ -323,7 +323,7 @@ def _run_worker(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     try:
         server = Server(
-            models, options, bound, peers, {m: ModelChange(*change) for m, change in changes.items()}
+            models, options, bound, parent_link, {m: ModelChange(*change) for m, change in changes.items()}
         )
     except OSError as error:  # such as a full disk; the parent restarts the worker
         _log.error("a worker cannot start: %s", error)
