@@ -187,9 +187,9 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
                 feature.
         """
         distinct, inverse = unique(ids)
-        until = torch.zeros_like(distinct)
+        expiry_hours = torch.zeros_like(distinct)
         # An ID may occur in several features with different TTLs: the latest expiry counts.
-        until.scatter_reduce_(0, inverse, self._until(ids, feature), "amax", include_self=False)
+        expiry_hours.scatter_reduce_(0, inverse, self._expiry_hours(ids, feature), "amax", include_self=False)
         rows = self._index.find(distinct)
         present, new = rows[rows >= 0], distinct[rows < 0]
         num_free = self._zch_size - self._index.num_live
@@ -205,9 +205,9 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
             self._hash_zch_used[slots] = True
         rows = self._index.find(distinct)
         has_row = rows >= 0
-        self._hash_zch_metadata[rows[has_row], 0] = until[has_row].int()
+        self._hash_zch_metadata[rows[has_row], 0] = expiry_hours[has_row].int()
 
-    def _until(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
+    def _expiry_hours(self, ids: Tensor, feature: JaggedTensor) -> Tensor:
         """Return the expiry hour per ID, [N]; see ``_train`` for the arguments."""
         now = _now()
         if len(self._hours) == 1:
@@ -227,12 +227,12 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
             return 0
         due = self._hash_zch_used.clone()
         due[keep] = False
-        until = self._hash_zch_metadata[:, 0].long()
+        expiry_hours = self._hash_zch_metadata[:, 0].long()
         if self._policy is not HashZchEvictionPolicyName.LRU_EVICTION:
-            due &= until < _now()
+            due &= expiry_hours < _now()
         rows = due.nonzero()[:, 0]
         # Earliest expiry first. For LRU every row is a candidate, so this is the least recently read.
-        rows = rows[until[rows].argsort(stable=True)][:num_rows]
+        rows = rows[expiry_hours[rows].argsort(stable=True)][:num_rows]
         self._index.remove(self._hash_zch_identities[rows, 0])
         self._hash_zch_used[rows] = False
         self._hash_zch_identities[rows] = -1

@@ -44,7 +44,7 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         param_groups: Collection[Mapping[str, Any]],
     ) -> None:
         super().__init__(params, state, param_groups)  # type: ignore[arg-type]
-        settle(self)
+        apply_torchrec_conventions(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Create the state for all trainable parameters. Missing gradients become zeros."""
@@ -117,15 +117,15 @@ class Forwarding:
 
     def post_load_state_dict(self) -> None:
         """Call the inner optimizers' hooks after loading."""
-        tell(self._inner(), "post_load_state_dict")
+        call_where_defined(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
         """Forward to the inner optimizers with this method."""
-        tell(self._inner(), "set_optimizer_step", step)
+        call_where_defined(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Forward to the inner optimizers with this method."""
-        tell(self._inner(), "update_hyper_parameters", params_dict)
+        call_where_defined(self._inner(), "update_hyper_parameters", params_dict)
 
     def scratch_buffers(self) -> tuple[Tensor, ...]:
         """Return the scratch buffers of the inner optimizers with this method."""
@@ -160,7 +160,7 @@ class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
             super().__init__(params, lambda _: _without_parameters(optim_factory, pass_params_dict))
         else:
             super().__init__(params, (lambda _: optim_factory(params)) if pass_params_dict else optim_factory)
-        settle(self)
+        apply_torchrec_conventions(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Create the state for all trainable parameters. Missing gradients become zeros."""
@@ -177,14 +177,14 @@ class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
 
     def __init__(self, optims: Iterable[keyed.KeyedOptimizer | tuple[str, keyed.KeyedOptimizer]]) -> None:
         super().__init__(optims)
-        settle(self)
+        apply_torchrec_conventions(self)
 
     def _inner(self) -> Sequence[keyed.KeyedOptimizer]:
         return [optimizer for _, optimizer in self.optimizers]
 
     def rebind(self, *args: Any) -> None:
         """Rebind a sharded module's optimizer after tables have moved."""
-        tell(self._inner(), "rebind", *args)
+        call_where_defined(self._inner(), "rebind", *args)
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
@@ -197,7 +197,7 @@ class OptimizerWrapper(Forwarding, keyed.OptimizerWrapper):
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
         super().__init__(optimizer)
-        settle(self)
+        apply_torchrec_conventions(self)
 
 
 class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
@@ -232,7 +232,7 @@ class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
         self._replicate_params = [parameter for group in self.param_groups for parameter in group["params"]]
         # Stays empty here: sharded tables consume their gradients in backward.
         self._sharded_params: dict[Any, list[Tensor]] = {}
-        settle(self)
+        apply_torchrec_conventions(self)
 
     def step(self, closure: Any = None) -> Any:
         """Clip the gradients, and step the wrapped optimizer."""
@@ -261,7 +261,7 @@ class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
         return total
 
 
-def settle(optimizer: keyed.KeyedOptimizer) -> None:
+def apply_torchrec_conventions(optimizer: keyed.KeyedOptimizer) -> None:
     """Give an optimizer TorchRec's conventions.
 
     Param groups are saved on request only, and ``post_load_state_dict`` runs after a state dict was loaded.
@@ -273,10 +273,10 @@ def settle(optimizer: keyed.KeyedOptimizer) -> None:
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
     """Hook that torch calls after a state dict was loaded."""
-    tell([optimizer], "post_load_state_dict")
+    call_where_defined([optimizer], "post_load_state_dict")
 
 
-def tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
+def call_where_defined(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
     """Call a method on every optimizer that has it."""
     for optimizer in optimizers:
         if hasattr(optimizer, method):

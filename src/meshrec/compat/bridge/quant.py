@@ -346,8 +346,8 @@ def _quantized(
         pruned(module), data_type_of(dtype), per_table=types, output_dtype=data_type_of(output_dtype)
     )
     if isinstance(quantized, TableCollection):
-        return _adopted(quantized)  # type: ignore[no-any-return]
-    return _replaced(quantized, {path: _adopted(child) for path, child in _collections(quantized)})
+        return _to_torchrec_class(quantized)  # type: ignore[no-any-return]
+    return _replaced(quantized, {path: _to_torchrec_class(child) for path, child in _collections(quantized)})
 
 
 def _from_float(cls: Any, module: nn.Module) -> Any:
@@ -358,21 +358,23 @@ def _from_float(cls: Any, module: nn.Module) -> Any:
             "the module has no qconfig. Set module.qconfig = QuantConfig(activation=..., weight=...)."
         )
     types = getattr(qconfig, "per_table_weight_dtype", None)
-    return _adopted(_quantized(module, qconfig.weight().dtype, types, qconfig.activation().dtype), cls)
+    return _to_torchrec_class(
+        _quantized(module, qconfig.weight().dtype, types, qconfig.activation().dtype), cls
+    )
 
 
-def _adopted(collection: Any, cls: Any = None) -> Any:
+def _to_torchrec_class(collection: Any, cls: Any = None) -> Any:
     """Convert MeshRec's quantized collection to TorchRec's class. Both share the rows."""
     dtype = _dtype_of(collection)
     # On meta, because the rows of the other collection are put in below.
     if isinstance(collection, embedding_modules.EmbeddingBagCollection):
         configs, weighted = collection.embedding_bag_configs(), collection.is_weighted()
-        adopted = (cls or EmbeddingBagCollection)(configs, weighted, "meta", output_dtype=dtype)
+        converted = (cls or EmbeddingBagCollection)(configs, weighted, "meta", output_dtype=dtype)
     else:
-        adopted = (cls or EmbeddingCollection)(collection.embedding_configs(), "meta", output_dtype=dtype)
-        adopted._need_indices = bool(getattr(collection, "_need_indices", False))
-    _set_rows(adopted, [weight.detach() for _, weight in collection.tables().values()])
-    return adopted.train(collection.training)
+        converted = (cls or EmbeddingCollection)(collection.embedding_configs(), "meta", output_dtype=dtype)
+        converted._need_indices = bool(getattr(collection, "_need_indices", False))
+    _set_rows(converted, [weight.detach() for _, weight in collection.tables().values()])
+    return converted.train(collection.training)
 
 
 def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from meshrec.compat.bridge.keyed import Forwarding, settle
+from meshrec.compat.bridge.keyed import Forwarding, apply_torchrec_conventions
 from meshrec.optim.keyed import Closure, KeyedOptimizer
 
 # End of the implicit last stage: longer than any training.
@@ -162,7 +162,7 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
         # The loaded position must take effect before the next backward pass.
         self.register_load_state_dict_post_hook(_resume)
         self._set_lr()
-        settle(self)
+        apply_torchrec_conventions(self)
 
     @property
     def updates_in_backward(self) -> bool:
