@@ -245,7 +245,7 @@ def fail_after_arrival(kind):
 
     in_flight = all_to_all(mine, splits, axis, "test")
     with pytest.raises(kind, match=r"^no memory for the result"):
-        in_flight.use(fail)
+        in_flight.wait_and_compute(fail)
     received = all_to_all(mine, splits, axis, "test").wait().tolist()
     dist.barrier()
     release_read(axis)

@@ -46,8 +46,8 @@ from torch import Tensor
 from meshrec.comms.failures import (
     POLL_SECONDS,
     CollectiveError,
+    FailureState,
     Listener,
-    Local,
     check_group,
     count_start,
     lone_failure,
@@ -133,27 +133,27 @@ class InFlight:
         assert self.tensor is not None
         return self.tensor
 
-    def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """Wait until the collective is complete, and return a tensor which ``make`` computes from the
+    def wait_and_compute(self, reader: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """Wait until the collective is complete, and return a tensor which ``reader`` computes from the
         messages.
 
-        Without a host link, calls ``make(messages, 0, 0)`` with the received messages. On a host link,
-        messages are not copied to this rank. ``make`` then gets an empty tensor, the link handle and the
+        Without a host link, calls ``reader(messages, 0, 0)`` with the received messages. On a host link,
+        messages are not copied to this rank. ``reader`` then gets an empty tensor, the link handle and the
         exchange number, and reads the messages from the memory of the peers; see ``Reading.wait``.
 
         Args:
-            make: function from (received messages, link handle, exchange number) to the result.
+            reader: function from (received messages, link handle, exchange number) to the result.
 
         Raises:
             CollectiveError: a peer failed.
         """
         # gloo and NCCL fill a tensor. Only a host link leaves messages in peer memory.
         if self.tensor is not None:
-            return make(self.wait(), 0, 0)
+            return reader(self.wait(), 0, 0)
         work, self.work = self.work, None
         began = time.perf_counter()
         try:
-            work.wait(make)
+            work.wait(reader)
         except RuntimeError as error:
             if not _has_failed(work):
                 raise
@@ -231,9 +231,9 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
         # A single rank: the message to itself is the result.
         return InFlight(sent, None, name, None)
     # Inlined from `count_start`, because this function runs several times per step.
-    if Local.has_failed:
+    if FailureState.has_failed:
         check_group(group)
-    Local.num_started += 1
+    FailureState.num_started += 1
     if _traffic:
         _count_bytes(name, sent, splits.sent, axis.rank)
     try:
@@ -293,9 +293,9 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
-    if Local.has_failed:
+    if FailureState.has_failed:
         check_group(group)
-    Local.num_started += 1
+    FailureState.num_started += 1
     if _traffic:
         _count_bytes(name, sent, [sent.numel()] * axis.size, axis.rank)
     sent = sent.contiguous()

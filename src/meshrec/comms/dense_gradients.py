@@ -209,7 +209,7 @@ class DenseGradients:
             average(mean, [], size, link, exchange)
             return mean
 
-        bucket.terms.use(read)
+        bucket.terms.wait_and_compute(read)
         # The means may overwrite ``sent``, although peers read from it: a peer sends the means for its share
         # only after it has read this share.
         return self._in_flight(sent, self._link.start(mean, local_sizes, sent, sizes, same=True))

@@ -45,7 +45,7 @@ _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 """Process groups which reject collectives after a rank has failed alone, with the failure message."""
 
 
-class Local:
+class FailureState:
     """State of this process: collectives it has started, and errors it has announced. Not instantiated."""
 
     num_started = 0
@@ -156,10 +156,10 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     sent = sendable(error)
-    Local.failed_at.append(Local.num_started)
-    Local.has_failed, Local.is_uncertain = True, not is_lost
+    FailureState.failed_at.append(FailureState.num_started)
+    FailureState.has_failed, FailureState.is_uncertain = True, not is_lost
     # JSON, so other ranks need not unpickle it.
-    entry = json.dumps(_Announcement(Local.failed_at, type(sent).__name__, str(sent), is_lost))
+    entry = json.dumps(_Announcement(FailureState.failed_at, type(sent).__name__, str(sent), is_lost))
     key = _key(dist.get_rank())
     _ask_store(lambda store: store.set(key, entry))
 
@@ -175,9 +175,9 @@ def count_start(group: dist.ProcessGroup) -> None:
     Raises:
         CollectiveError: a rank in the group has failed alone.
     """
-    if Local.has_failed:
+    if FailureState.has_failed:
         check_group(group)
-    Local.num_started += 1
+    FailureState.num_started += 1
 
 
 def check_group(group: dist.ProcessGroup) -> None:
@@ -193,8 +193,8 @@ def check_group(group: dist.ProcessGroup) -> None:
     Raises:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
     """
-    if Local.is_uncertain:
-        Local.is_uncertain = False
+    if FailureState.is_uncertain:
+        FailureState.is_uncertain = False
         _await_same_error(group)
     if _lost and group in _lost:
         raise CollectiveError(
@@ -255,7 +255,7 @@ def _await_same_error(group: dist.ProcessGroup) -> None:
 
     If they do not, let the group reject all further collectives.
     """
-    ranks, local_position = dist.get_process_group_ranks(group), Local.failed_at[-1]
+    ranks, local_position = dist.get_process_group_ranks(group), FailureState.failed_at[-1]
     deadline = time.monotonic() + _SAME_ERROR_SECONDS
     while time.monotonic() < deadline:
         entries = _announcements(ranks)
@@ -285,8 +285,8 @@ def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
     return {
         rank: entry.error()
         for rank, entry in _announcements(ranks).items()
-        if entry.failed_at[-1] < Local.num_started
-        and entry.failed_at[-1] not in Local.failed_at
+        if entry.failed_at[-1] < FailureState.num_started
+        and entry.failed_at[-1] not in FailureState.failed_at
         and not entry.is_lost
     }
 

@@ -104,16 +104,16 @@ class Reading:
     is_finished: bool = False
     """Whether ``wait`` has been called."""
 
-    def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
+    def wait(self, reader: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Wait until all peers have started the exchange, and copy their messages to ``result``.
 
         Args:
-            make: function which computes the result directly from the memory of the peers, instead of the
+            reader: function which computes the result directly from the memory of the peers, instead of the
                 copy. It is called with the empty result, the link handle, and the exchange number.
 
         Raises:
             RuntimeError: a peer died, or did not respond within the process group's timeout; the link then
-                has a ``failure``. Errors from ``make`` are raised unchanged.
+                has a ``failure``. Errors from ``reader`` are raised unchanged.
         """
         # ``arrive`` waits without copying, ``wait`` also copies the messages.
         link, deadline, name = self.link, 0.0, "arrive"
@@ -124,7 +124,7 @@ class Reading:
             raise RuntimeError(link.failure)
         arguments: tuple[Any, ...] = self.sizes, self.result.element_size(), link.error
         try:
-            if make is None:
+            if reader is None:
                 # Allocated only now, so the memory is free while the exchange is in flight.
                 if self.result.numel() != self.num_elements:
                     self.result = operators.new_buffer(self.result, self.num_elements)
@@ -138,8 +138,8 @@ class Reading:
             if outcome == _FAILED:
                 link.failure = link.error.value.decode()
                 raise RuntimeError(link.failure)
-            if make is not None:
-                self.result = make(self.result, link.handle or 0, self.number)
+            if reader is not None:
+                self.result = reader(self.result, link.handle or 0, self.number)
                 outcome = link.functions["skip"](link.handle, self.number)
         except BaseException as error:
             if _PEER_LOST in str(error):

@@ -176,12 +176,14 @@ class Hop:
         # The fastest path: one kernel decodes and sums.
         if self.coded is not None:
             coded, of_coded = self.coded, operators.gather_coded
-            return in_flight.use(lambda received, *link: of_coded(received, *arguments, *coded, *link))
+            return in_flight.wait_and_compute(
+                lambda received, *link: of_coded(received, *arguments, *coded, *link)
+            )
         gather = operators.gather_pooled
         if self.encodes:
             blocks = [Block(rows, columns) for columns in self.columns]
             return gather(self.codecs.forward.decode(in_flight.wait(), blocks), *arguments)  # type: ignore[no-any-return]
-        return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
+        return in_flight.wait_and_compute(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
         """Backward pass of ``gather``: split the gradient for result rows into a message per source rank.
