@@ -125,7 +125,7 @@ class EmbeddingShardingPlanner:
                 f"MeshRec's planner has no {given[0]} to exchange: it searches all plans and proves how good "
                 "its own is. Leave it out, and say what you want in constraints."
             )
-        topology = _present_topology() if topology is None else topology
+        topology = _default_topology() if topology is None else topology
         if storage_reservation is not None:
             topology = replace(
                 topology,
@@ -279,7 +279,7 @@ def sharder_name(t: type[Any]) -> str:
     return f"{t.__module__}.{t.__name__}"
 
 
-def _present_topology() -> types.Topology:
+def _default_topology() -> types.Topology:
     """Return a topology of CPUs with the ranks of the default process group, or a single rank without a
     group.
     """
