@@ -214,7 +214,7 @@ def test_keys_that_do_not_fit_are_errors(damage):
         buckets = buckets.double()
     else:
         added[1] = 1 << 40
-    found = found._replace(buckets=buckets, added=added)
+    found = found._replace(buckets=buckets, added_keys=added)
     lookups = _lookups(ids, torch.arange(len(ids) + 1), [0], [4], [2], flat=True)
     options = LookupOptions(4 * len(ids), torch.float32, True, NAMES)
     with pytest.raises(ValueError, match=r"damaged|fit together|no added row|int64"):
