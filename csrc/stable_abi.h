@@ -92,9 +92,9 @@ class Countdown {
 // tasks in two loops, tend to find the same caches. Then it helps with other sections.
 class Dealer {
  public:
-  // begins: first task in each section, then the end of the last section.
-  explicit Dealer(const std::vector<int64_t>& begins) : next_(begins.size() - 1) {
-    for (size_t s = 0; s < next_.size(); ++s) next_[s].task = begins[s], next_[s].end = begins[s + 1];
+  // starts: first task in each section, then the end of the last section.
+  explicit Dealer(const std::vector<int64_t>& starts) : next_(starts.size() - 1) {
+    for (size_t s = 0; s < next_.size(); ++s) next_[s].task = starts[s], next_[s].end = starts[s + 1];
   }
 
   // Takes the next task for a thread; -1 if none is left.
@@ -127,20 +127,20 @@ class Dealer {
 
 // Divides the tasks [first, end) into sections of equal length.
 inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
-  std::vector<int64_t> begins;
-  for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
-  return begins;
+  std::vector<int64_t> starts;
+  for (int64_t s = 0; s <= num_sections; ++s) starts.push_back(first + (end - first) * s / num_sections);
+  return starts;
 }
 
-// Runs work(task) for every task, with a thread per section; begins as for Dealer. Results must not depend on
+// Runs work(task) for every task, with a thread per section; starts as for Dealer. Results must not depend on
 // which thread runs which task.
 template <typename Work>
-void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
-  Dealer dealer(begins);
+void parallel_sections(const std::vector<int64_t>& starts, const Work& work) {
+  Dealer dealer(starts);
   const auto serve = [&](int64_t thread) {
     for (int64_t task = dealer.take(thread); task >= 0; task = dealer.take(thread)) work(task);
   };
-  const int64_t num_threads = begins.size() - 1;
+  const int64_t num_threads = starts.size() - 1;
   if (num_threads == 1) return serve(0);
   parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
 }

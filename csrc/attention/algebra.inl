@@ -2,9 +2,9 @@
 // inside an unnamed namespace.
 
 #if defined(__AVX512F__)
-constexpr int kMostVectors = 4;
+constexpr int kMaxVectors = 4;
 #else
-constexpr int kMostVectors = 2;
+constexpr int kMaxVectors = 2;
 #endif
 
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -92,12 +92,12 @@ void product_rows(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int
 // length.
 inline void product(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t columns, int64_t depth,
                     bool add) {
-  constexpr int kAtTwo = kMostVectors == 4 ? 8 : 4;
+  constexpr int kAtTwo = kMaxVectors == 4 ? 8 : 4;
   while (columns > 0) {
     const int64_t num = columns / kLanes;
     int64_t done = 1;
-    if (num >= 4 && kMostVectors == 4) {
-      done = 4, product_rows<4, kMostVectors>(a, b, c, c_stride, rows, depth, add);
+    if (num >= 4 && kMaxVectors == 4) {
+      done = 4, product_rows<4, kMaxVectors>(a, b, c, c_stride, rows, depth, add);
     } else if (num >= 2) {
       done = 2, product_rows<kAtTwo, 2>(a, b, c, c_stride, rows, depth, add);
     } else {

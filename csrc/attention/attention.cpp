@@ -23,14 +23,14 @@ TimeBuckets time_buckets(int64_t num_buckets) {
   if (num_buckets == num_known) return found;
   num_known = num_buckets;
   // The same fp32 bounds as in naive.py.
-  std::vector<float> begins(num_buckets);
-  for (int64_t k = 0; k < num_buckets; ++k) begins[k] = float(std::exp(kBucketWidth * double(k)));
+  std::vector<float> starts(num_buckets);
+  for (int64_t k = 0; k < num_buckets; ++k) starts[k] = float(std::exp(kBucketWidth * double(k)));
   int64_t bucket = 0;
   for (int slot = 0; slot < kBucketSlots; ++slot) {
     const double begin = std::ldexp(1 + (slot % 8) / 8., slot / 8);
-    while (bucket + 1 < num_buckets && begins[bucket + 1] <= begin) ++bucket;
+    while (bucket + 1 < num_buckets && starts[bucket + 1] <= begin) ++bucket;
     found.first[slot] = int32_t(bucket);
-    found.border[slot] = bucket + 1 < num_buckets ? begins[bucket + 1] : INFINITY;
+    found.border[slot] = bucket + 1 < num_buckets ? starts[bucket + 1] : INFINITY;
   }
   return found;
 }
@@ -208,33 +208,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_attention_grad(Tensor 
                                timestamps, max_length, scale, softmax, causal, window, num_contextual);
   all.add_biases(position, time, timestamps);
   all.cut();
-  const Tensor of_out = as_contiguous(grad), result = as_contiguous(out), sums = as_contiguous(log_sums);
+  const Tensor grad_out = as_contiguous(grad), result = as_contiguous(out), sums = as_contiguous(log_sums);
   AttentionArgs& args = all.args;
   const int64_t num_queries = all.query.size(0), num_tokens = all.key.size(0), heads = args.num_heads;
-  if (of_out.scalar_type() != ScalarType::Float || of_out.numel() != num_queries * heads * args.value.width) {
+  if (grad_out.scalar_type() != ScalarType::Float ||
+      grad_out.numel() != num_queries * heads * args.value.width) {
     fail("jagged_attention_grad: the gradient must be float32, shaped like the result");
   }
-  Tensor of_query = empty_buffer({num_queries, heads, args.query.width}, ScalarType::Float);
-  Tensor of_key = empty_buffer({num_tokens, heads, args.key.width}, ScalarType::Float);
-  Tensor of_value = empty_buffer({num_tokens, heads, args.value.width}, ScalarType::Float);
-  args.grad = of_out.const_data_ptr<float>();
+  Tensor grad_query = empty_buffer({num_queries, heads, args.query.width}, ScalarType::Float);
+  Tensor grad_key = empty_buffer({num_tokens, heads, args.key.width}, ScalarType::Float);
+  Tensor grad_value = empty_buffer({num_tokens, heads, args.value.width}, ScalarType::Float);
+  args.grad = grad_out.const_data_ptr<float>();
   args.out = const_cast<float*>(result.const_data_ptr<float>());
   args.log_sums = const_cast<float*>(sums.const_data_ptr<float>());
-  args.grad_query = of_query.mutable_data_ptr<float>();
-  args.grad_key = of_key.mutable_data_ptr<float>();
-  args.grad_value = of_value.mutable_data_ptr<float>();
+  args.grad_query = grad_query.mutable_data_ptr<float>();
+  args.grad_key = grad_key.mutable_data_ptr<float>();
+  args.grad_value = grad_value.mutable_data_ptr<float>();
   if (all.has_unread_keys) {
-    torch::stable::zero_(of_key), torch::stable::zero_(of_value);
+    torch::stable::zero_(grad_key), torch::stable::zero_(grad_value);
   }
   const int64_t positions = position ? 2 * max_length - 1 : 0, buckets = time ? all.time->numel() : 0;
-  std::vector<float> of_position(all.num_tasks() * positions);
-  std::vector<float> of_time(all.num_tasks() * buckets * kHistogramLanes);
+  std::vector<float> grad_position(all.num_tasks() * positions);
+  std::vector<float> grad_time(all.num_tasks() * buckets * kHistogramLanes);
   all.run(kernels().attend_grad, [&](int64_t task, AttentionArgs& own) {
-    own.grad_position = position ? of_position.data() + task * positions : nullptr;
-    own.grad_time = time ? of_time.data() + task * buckets * kHistogramLanes : nullptr;
+    own.grad_position = position ? grad_position.data() + task * positions : nullptr;
+    own.grad_time = time ? grad_time.data() + task * buckets * kHistogramLanes : nullptr;
   });
-  return {of_query, of_key, of_value, sum_of_parts(of_position, all.num_tasks(), positions, 1),
-          sum_of_parts(of_time, all.num_tasks(), buckets, kHistogramLanes)};
+  return {grad_query, grad_key, grad_value, sum_of_parts(grad_position, all.num_tasks(), positions, 1),
+          sum_of_parts(grad_time, all.num_tasks(), buckets, kHistogramLanes)};
 }
 
 }  // namespace

@@ -36,10 +36,12 @@ inline AllowedKeys allowed_keys(const AttentionArgs& a, const AttentionUnit& uni
 // Memory for the tiles of a unit, within attention_scratch floats.
 struct AttentionWork {
   int64_t query_width, value_width, keys;  // padded
-  float *bias, *mask, *scores, *weights, *of_scores, *of_bias;
+  float *bias, *mask, *scores, *weights, *grad_scores, *grad_bias;
   int32_t* buckets;
-  float *of_query, *of_value_rows, *query_rows, *row_sums, *row_most;  // [heads, kAttentionRows, ...]
-  float *keys_across, *keys_packed, *values_across, *values_packed, *of_keys, *of_values;  // [heads, ...]
+  // [heads, kAttentionRows, ...]. For the gradient, out_rows has the output gradient, row_sums its dot
+  // product with the output, and row_max the log-sum-exp.
+  float *grad_query, *out_rows, *query_rows, *row_sums, *row_max;
+  float *keys_across, *keys_packed, *values_across, *values_packed, *grad_keys, *grad_values;  // [heads, ...]
 
   AttentionWork(const AttentionArgs& a, const AttentionUnit& unit) {
     const int64_t heads = unit.last_head - unit.first_head;
@@ -48,14 +50,15 @@ struct AttentionWork {
     float* next = a.scratch;
     const auto take = [&](int64_t size) { return next += size, next - size; };
     constexpr int64_t kTile = kAttentionRows * kAttentionColumns;
-    for (float** tile : {&bias, &mask, &scores, &weights, &of_scores, &of_bias}) *tile = take(kTile);
+    for (float** tile : {&bias, &mask, &scores, &weights, &grad_scores, &grad_bias}) *tile = take(kTile);
     buckets = reinterpret_cast<int32_t*>(take(kTile));
-    of_query = take(heads * kAttentionRows * query_width),
+    grad_query = take(heads * kAttentionRows * query_width),
     query_rows = take(heads * kAttentionRows * query_width);
-    of_value_rows = take(heads * kAttentionRows * value_width);
-    row_sums = take(heads * kAttentionRows), row_most = take(heads * kAttentionRows);
-    for (float** packed : {&keys_across, &keys_packed, &of_keys}) *packed = take(heads * keys * query_width);
-    for (float** packed : {&values_across, &values_packed, &of_values})
+    out_rows = take(heads * kAttentionRows * value_width);
+    row_sums = take(heads * kAttentionRows), row_max = take(heads * kAttentionRows);
+    for (float** packed : {&keys_across, &keys_packed, &grad_keys})
+      *packed = take(heads * keys * query_width);
+    for (float** packed : {&values_across, &values_packed, &grad_values})
       *packed = take(heads * keys * value_width);
   }
 };
@@ -252,15 +255,15 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
   }
   for (int64_t row = unit.length - unit.num_queries; row < unit.length; row += kAttentionRows) {
     const int64_t rows = std::min(kAttentionRows, unit.length - row);
-    std::memset(work.of_value_rows, 0, heads * out_size * sizeof(float));
-    for (int64_t k = 0; k < heads * kAttentionRows; ++k) work.row_sums[k] = 0, work.row_most[k] = kNever;
+    std::memset(work.out_rows, 0, heads * out_size * sizeof(float));
+    for (int64_t k = 0; k < heads * kAttentionRows; ++k) work.row_sums[k] = 0, work.row_max[k] = kNever;
     for_tiles(a, unit, row, rows, work, [&](const AttentionTile& tile) {
       for (int64_t head = 0; head < heads; ++head) {
-        float* out = work.of_value_rows + head * out_size;
+        float* out = work.out_rows + head * out_size;
         scores_of(a, unit, tile, head, work);
         if (a.softmax) {
           softmax_tile(tile, work, out, work.row_sums + head * kAttentionRows,
-                       work.row_most + head * kAttentionRows);
+                       work.row_max + head * kAttentionRows);
         } else {
           silu_tile(tile, work);
         }
@@ -277,57 +280,57 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
       for (int64_t r = 0; r < rows; ++r) {
         const float sum = work.row_sums[head * kAttentionRows + r];
         const float factor = a.softmax ? 1.f / sum : 1.f / float(a.max_length);
-        const float* from = work.of_value_rows + head * out_size + r * work.value_width;
+        const float* from = work.out_rows + head * out_size + r * work.value_width;
         float* to = out_of(a.out, a, query + r, unit.first_head + head, a.value.width);
         for (int64_t d = 0; d < a.value.width; ++d) to[d] = from[d] * factor;
         if (a.softmax) {
           *out_of(a.log_sums, a, query + r, unit.first_head + head, 1) =
-              work.row_most[head * kAttentionRows + r] + std::log(sum);
+              work.row_max[head * kAttentionRows + r] + std::log(sum);
         }
       }
     }
   }
 }
 
-// Given scores, and weight gradients (in of_scores), computes the weights and the score gradients. Softmax
+// Given scores, and weight gradients (in grad_scores), computes the weights and the score gradients. Softmax
 // only: log_sums has the log-sum-exp per row, and shifts the dot product of output and output gradient.
 inline void tile_gradient(const AttentionArgs& a, const AttentionTile& tile, const float* log_sums,
                           const float* shifts, bool sums_bias, AttentionWork& work) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     for (int64_t j = r * kAttentionColumns; j < r * kAttentionColumns + tile.padded_columns; j += kLanes) {
-      const Vec score = load(work.scores + j), of_weight = load(work.of_scores + j);
-      Vec weight, of_score;
+      const Vec score = load(work.scores + j), grad_weight = load(work.grad_scores + j);
+      Vec weight, grad_score;
       if (a.softmax) {
         weight = exponential(score - log_sums[r]);
         if (!tile.is_full) weight *= load(work.mask + j);
-        of_score = weight * (of_weight - shifts[r]);
+        grad_score = weight * (grad_weight - shifts[r]);
       } else {
         const Vec chance = sigmoid(score);
         weight = score * chance;
-        of_score = of_weight * (chance + weight * (1.f - chance));
+        grad_score = grad_weight * (chance + weight * (1.f - chance));
         if (!tile.is_full) {
           const Vec mask = load(work.mask + j);
-          weight *= mask, of_score *= mask;
+          weight *= mask, grad_score *= mask;
         }
       }
       store(work.weights + j, weight);
-      store(work.of_scores + j, of_score);
-      if (sums_bias) store(work.of_bias + j, load(work.of_bias + j) + of_score);
+      store(work.grad_scores + j, grad_score);
+      if (sums_bias) store(work.grad_bias + j, load(work.grad_bias + j) + grad_score);
     }
   }
 }
 
 inline void add_bias_gradients(const AttentionArgs& a, const AttentionTile& tile, const AttentionWork& work) {
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const float* of_bias = work.of_bias + r * kAttentionColumns;
+    const float* grad_bias = work.grad_bias + r * kAttentionColumns;
     if (a.grad_position != nullptr) {
       float* target = a.grad_position + a.max_length - 1 + tile.column - tile.row - r;
-      for (int64_t j = 0; j < tile.columns; ++j) target[j] += of_bias[j];
+      for (int64_t j = 0; j < tile.columns; ++j) target[j] += grad_bias[j];
     }
     if (a.grad_time != nullptr) {
       const int32_t* buckets = work.buckets + r * kAttentionColumns;
       for (int64_t j = 0; j < tile.columns; ++j)
-        a.grad_time[buckets[j] * kHistogramLanes + j % kHistogramLanes] += of_bias[j];
+        a.grad_time[buckets[j] * kHistogramLanes + j % kHistogramLanes] += grad_bias[j];
     }
   }
 }
@@ -347,48 +350,48 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
     pack_rows(a.key, unit.first_token, unit.length, own, work.query_width, 1.f,
               work.keys_packed + head * work.keys * work.query_width);
   }
-  std::memset(work.of_keys, 0, heads * work.keys * work.query_width * sizeof(float));
-  std::memset(work.of_values, 0, heads * work.keys * work.value_width * sizeof(float));
+  std::memset(work.grad_keys, 0, heads * work.keys * work.query_width * sizeof(float));
+  std::memset(work.grad_values, 0, heads * work.keys * work.value_width * sizeof(float));
   const bool sums_bias = a.grad_position != nullptr || a.grad_time != nullptr;
   for (int64_t row = skipped; row < unit.length; row += kAttentionRows) {
     const int64_t rows = std::min(kAttentionRows, unit.length - row),
                   query = unit.first_query + row - skipped;
-    std::memset(work.of_query, 0, heads * query_rows * sizeof(float));
+    std::memset(work.grad_query, 0, heads * query_rows * sizeof(float));
     for (int64_t head = 0; head < heads; ++head) {
       const int64_t own = unit.first_head + head;
       pack_rows(a.query, query, rows, own, work.query_width, 1.f, work.query_rows + head * query_rows);
-      float* of_rows = work.of_value_rows + head * value_rows;
+      float* grad_rows = work.out_rows + head * value_rows;
       pack_rows(grads, query, rows, own, work.value_width, a.softmax ? 1.f : 1.f / float(a.max_length),
-                of_rows);
+                grad_rows);
       for (int64_t r = 0; a.softmax && r < rows; ++r) {
         const float* out = out_of(a.out, a, query + r, own, a.value.width);
         float sum = 0;
-        for (int64_t d = 0; d < a.value.width; ++d) sum += out[d] * of_rows[r * work.value_width + d];
+        for (int64_t d = 0; d < a.value.width; ++d) sum += out[d] * grad_rows[r * work.value_width + d];
         work.row_sums[head * kAttentionRows + r] = sum;
-        work.row_most[head * kAttentionRows + r] = *out_of(a.log_sums, a, query + r, own, 1);
+        work.row_max[head * kAttentionRows + r] = *out_of(a.log_sums, a, query + r, own, 1);
       }
     }
     for_tiles(a, unit, row, rows, work, [&](const AttentionTile& tile) {
-      if (sums_bias) std::memset(work.of_bias, 0, kAttentionRows * kAttentionColumns * sizeof(float));
+      if (sums_bias) std::memset(work.grad_bias, 0, kAttentionRows * kAttentionColumns * sizeof(float));
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t first_key = head * work.keys + tile.column;
-        const float* of_rows = work.of_value_rows + head * value_rows;
+        const float* grad_rows = work.out_rows + head * value_rows;
         scores_of(a, unit, tile, head, work);
         const float* values = work.values_across + first_key * a.value.width;
-        product({of_rows, work.value_width, 1}, {values, kAttentionColumns}, work.of_scores,
+        product({grad_rows, work.value_width, 1}, {values, kAttentionColumns}, work.grad_scores,
                 kAttentionColumns, rows, tile.padded_columns, a.value.width, false);
-        tile_gradient(a, tile, work.row_most + head * kAttentionRows, work.row_sums + head * kAttentionRows,
+        tile_gradient(a, tile, work.row_max + head * kAttentionRows, work.row_sums + head * kAttentionRows,
                       sums_bias, work);
-        product({work.weights, 1, kAttentionColumns}, {of_rows, work.value_width},
-                work.of_values + first_key * work.value_width, work.value_width, tile.columns,
+        product({work.weights, 1, kAttentionColumns}, {grad_rows, work.value_width},
+                work.grad_values + first_key * work.value_width, work.value_width, tile.columns,
                 work.value_width, rows, true);
-        product({work.of_scores, 1, kAttentionColumns},
+        product({work.grad_scores, 1, kAttentionColumns},
                 {work.query_rows + head * query_rows, work.query_width},
-                work.of_keys + first_key * work.query_width, work.query_width, tile.columns, work.query_width,
-                rows, true);
-        product({work.of_scores, kAttentionColumns, 1},
+                work.grad_keys + first_key * work.query_width, work.query_width, tile.columns,
+                work.query_width, rows, true);
+        product({work.grad_scores, kAttentionColumns, 1},
                 {work.keys_packed + first_key * work.query_width, work.query_width},
-                work.of_query + head * query_rows, work.query_width, rows, work.query_width, tile.columns,
+                work.grad_query + head * query_rows, work.query_width, rows, work.query_width, tile.columns,
                 true);
       }
       if (sums_bias) add_bias_gradients(a, tile, work);
@@ -396,7 +399,7 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t r = 0; r < rows; ++r) {
         float* to = out_of(a.grad_query, a, query + r, unit.first_head + head, a.query.width);
-        const float* from = work.of_query + head * query_rows + r * work.query_width;
+        const float* from = work.grad_query + head * query_rows + r * work.query_width;
         for (int64_t d = 0; d < a.query.width; ++d) to[d] = from[d] * a.scale;
       }
     }
@@ -405,10 +408,10 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
     for (int64_t j = 0; j < unit.length; ++j) {
       const int64_t key = head * work.keys + j;
       float* to = out_of(a.grad_key, a, unit.first_token + j, unit.first_head + head, a.key.width);
-      const float* from = work.of_keys + key * work.query_width;
+      const float* from = work.grad_keys + key * work.query_width;
       for (int64_t d = 0; d < a.key.width; ++d) to[d] = from[d] * a.scale;
       std::memcpy(out_of(a.grad_value, a, unit.first_token + j, unit.first_head + head, a.value.width),
-                  work.of_values + key * work.value_width, a.value.width * sizeof(float));
+                  work.grad_values + key * work.value_width, a.value.width * sizeof(float));
     }
   }
 }

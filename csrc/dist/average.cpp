@@ -61,9 +61,9 @@ class Averager {
 template <typename Value, typename Sum = float>
 void average_typed(Tensor& mean, const std::vector<Tensor>& terms, int64_t num_ranks, int64_t link,
                    int64_t exchange) {
-  std::vector<const Value*> begins;
-  for (const Tensor& term : terms) begins.push_back(static_cast<const Value*>(term.const_data_ptr()));
-  const Averager<Value, Sum> averager(static_cast<Value*>(mean.mutable_data_ptr()), begins, num_ranks, link,
+  std::vector<const Value*> starts;
+  for (const Tensor& term : terms) starts.push_back(static_cast<const Value*>(term.const_data_ptr()));
+  const Averager<Value, Sum> averager(static_cast<Value*>(mean.mutable_data_ptr()), starts, num_ranks, link,
                                       exchange);
   std::atomic<bool> failed = false;
   parallel_for(mean.numel(), kBlock, [&](int64_t begin, int64_t end) {

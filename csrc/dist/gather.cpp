@@ -219,10 +219,10 @@ Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces
 Tensor gather_coded(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
                     int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
                     std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
-                    std::vector<int64_t> begins, std::vector<int64_t> widths, std::vector<int64_t> formats,
+                    std::vector<int64_t> starts, std::vector<int64_t> widths, std::vector<int64_t> formats,
                     int64_t link, int64_t exchange) {
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
-  const WireColumns columns(dims.size(), begins, widths, formats);
+  const WireColumns columns(dims.size(), starts, widths, formats);
   if (received.scalar_type() != ScalarType::Byte) fail("encoded rows must be uint8");
   return gathered(pooled, received, local, &columns, out_dim, link, exchange);
 }

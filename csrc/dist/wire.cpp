@@ -12,7 +12,7 @@ namespace {
 using Ints = std::vector<int64_t>;
 
 // Minimum number of values per thread: with fewer, another thread costs more than it saves.
-constexpr int64_t kLeastNumbers = 1 << 15;
+constexpr int64_t kMinNumbers = 1 << 15;
 // Some rows in a block.
 struct Piece {
   int64_t block, first_row, num_rows;
@@ -23,15 +23,15 @@ struct Layout : WireColumns {
   Ints elements{0}, bytes{0}, first_row{0};
   std::vector<Piece> pieces;
 
-  Layout(const Ints& rows, const Ints& block_begins, const Ints& column_widths, const Ints& column_formats)
-      : WireColumns(rows.size(), block_begins, column_widths, column_formats) {
+  Layout(const Ints& rows, const Ints& block_starts, const Ints& column_widths, const Ints& column_formats)
+      : WireColumns(rows.size(), block_starts, column_widths, column_formats) {
     for (size_t b = 0; b < rows.size(); ++b) {
       if (rows[b] < 0) fail("a block has ", rows[b], " rows.");
       elements.push_back(elements.back() + rows[b] * row_elements[b]);
       bytes.push_back(bytes.back() + rows[b] * row_bytes[b]);
       first_row.push_back(first_row.back() + rows[b]);
       // All columns for a row range together, while the rows are in the cache.
-      const int64_t step = std::max<int64_t>(1, kLeastNumbers / std::max<int64_t>(row_elements[b], 1));
+      const int64_t step = std::max<int64_t>(1, kMinNumbers / std::max<int64_t>(row_elements[b], 1));
       for (int64_t row = 0; row < rows[b]; row += step)
         pieces.push_back({int64_t(b), row, std::min(step, rows[b] - row)});
     }
@@ -50,10 +50,10 @@ struct Layout : WireColumns {
   }
 };
 
-std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints begins, Ints widths, Ints formats,
+std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints starts, Ints widths, Ints formats,
                                        Ints seeds, Ints origins, Ints first_keys, std::optional<Tensor> keys,
                                        int64_t step) {
-  const Layout layout(rows, begins, widths, formats);
+  const Layout layout(rows, starts, widths, formats);
   const Tensor numbers = as_contiguous(values);
   if (numbers.scalar_type() != ScalarType::Float || numbers.numel() != layout.elements.back())
     fail("values must be ", layout.elements.back(), " fp32 numbers, got ", numbers.numel(), ".");
@@ -96,8 +96,8 @@ std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints begins, In
   return {message, report};
 }
 
-Tensor wire_decode(Tensor message, Ints rows, Ints begins, Ints widths, Ints formats) {
-  const Layout layout(rows, begins, widths, formats);
+Tensor wire_decode(Tensor message, Ints rows, Ints starts, Ints widths, Ints formats) {
+  const Layout layout(rows, starts, widths, formats);
   const Tensor bytes = as_contiguous(message);
   if (bytes.scalar_type() != ScalarType::Byte || bytes.numel() != layout.bytes.back())
     fail("the message must be ", layout.bytes.back(), " bytes, got ", bytes.numel(), ".");

@@ -250,29 +250,29 @@ inline void store_codes(WireInts codes, uint8_t* out) {
 
 // Stores 8-bit codes for 4 * kLanes values. The pack instructions clamp them from above.
 inline void store_four(WireInts a, WireInts b, WireInts c, WireInts d, uint8_t* out) {
-  constexpr int kLeast = -WireCodes<8>::kTop;
+  constexpr int kMinCode = -WireCodes<8>::kTop;
 #if defined(__AVX512F__)
-  const __m512i least = _mm512_set1_epi16(kLeast);
+  const __m512i least = _mm512_set1_epi16(kMinCode);
   const __m512i ab = _mm512_max_epi16(_mm512_packs_epi32((__m512i)a, (__m512i)b), least);
   const __m512i cd = _mm512_max_epi16(_mm512_packs_epi32((__m512i)c, (__m512i)d), least);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi32(0xffff, order, _mm512_packs_epi16(ab, cd)));
 #elif defined(__AVX2__)
-  const __m256i least = _mm256_set1_epi16(kLeast);
+  const __m256i least = _mm256_set1_epi16(kMinCode);
   const __m256i ab = _mm256_max_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), least);
   const __m256i cd = _mm256_max_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), least);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
 #elif defined(__x86_64__)
-  const __m128i least = _mm_set1_epi16(kLeast);
+  const __m128i least = _mm_set1_epi16(kMinCode);
   const __m128i ab = _mm_max_epi16(_mm_packs_epi32((__m128i)a, (__m128i)b), least);
   const __m128i cd = _mm_max_epi16(_mm_packs_epi32((__m128i)c, (__m128i)d), least);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(ab, cd));
 #else
   for (WireInts codes : {a, b, c, d}) {
-    codes = codes > -kLeast ? WireInts{} - kLeast : codes;
-    store_bytes(codes < kLeast ? WireInts{} + kLeast : codes, out);
+    codes = codes > -kMinCode ? WireInts{} - kMinCode : codes;
+    store_bytes(codes < kMinCode ? WireInts{} + kMinCode : codes, out);
     out += kLanes;
   }
 #endif
@@ -316,18 +316,18 @@ void encode_row(const WireRowsArgs& a, const float* row, const WireRounding<kSto
 // lanes, as many as stay in the L1 cache.
 template <int kBits, bool kStochastic>
 int64_t encode_rows(const WireRowsArgs& args) {
-  constexpr int64_t kBytes = 8192, kMost = 32;
+  constexpr int64_t kBytes = 8192, kMaxAtOnce = 32;
   // a copy, so the compiler knows that stores to the message do not change it
   const WireRowsArgs a = args;
   const int64_t in_cache = kBytes / (a.dim * int64_t(sizeof(float)));
-  const int64_t at_once = in_cache < kMost ? kLanes : kMost;
+  const int64_t at_once = in_cache < kMaxAtOnce ? kLanes : kMaxAtOnce;
   const int64_t ahead = std::max(at_once, in_cache) * a.row_stride;
-  float least[kMost] = {}, most[kMost] = {};
-  WireParamsOfRows params[kMost / kLanes];
+  float least[kMaxAtOnce] = {}, most[kMaxAtOnce] = {};
+  WireParamsOfRows params[kMaxAtOnce / kLanes];
   int64_t num_bad = 0;
   for (int64_t first = 0; first < a.num_rows; first += at_once) {
     const int64_t n = std::min(a.num_rows - first, at_once);
-    uint32_t others[kMost] = {};
+    uint32_t others[kMaxAtOnce] = {};
     for (int64_t i = 0; i < n; i += kLanes) {
       if (a.dim < kLanes || !wire_ranges(a, first + i, ahead, least + i, most + i)) {
         for (int64_t j = i; j < std::min<int64_t>(n, i + kLanes); ++j) {

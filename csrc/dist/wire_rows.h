@@ -28,26 +28,26 @@ inline int64_t wire_bytes(int64_t format, int64_t dim) {
   }
 }
 
-// The columns in each block: block b has the columns begins[b] to begins[b + 1].
+// The columns in each block: block b has the columns starts[b] to starts[b + 1].
 struct WireColumns {
-  const std::vector<int64_t>&begins, &widths, &formats;
+  const std::vector<int64_t>&starts, &widths, &formats;
   std::vector<int64_t> row_elements, row_bytes;  // by block
   // Whether all columns in a block have the same width and the same non-stochastic format. Columns can then
   // be treated as separate rows, so memory is read and written in a single pass.
   std::vector<char> is_uniform;
 
-  WireColumns(size_t num_blocks, const std::vector<int64_t>& block_begins,
+  WireColumns(size_t num_blocks, const std::vector<int64_t>& block_starts,
               const std::vector<int64_t>& column_widths, const std::vector<int64_t>& column_formats)
-      : begins(block_begins), widths(column_widths), formats(column_formats) {
-    if (begins.size() != num_blocks + 1 || begins.front() != 0 || begins.back() != int64_t(widths.size()) ||
+      : starts(block_starts), widths(column_widths), formats(column_formats) {
+    if (starts.size() != num_blocks + 1 || starts.front() != 0 || starts.back() != int64_t(widths.size()) ||
         formats.size() != widths.size())
       fail("begins must have the first column of each of the ", num_blocks,
            " blocks and the number of columns, ", widths.size(), "; formats one entry for each column.");
     for (size_t b = 0; b < num_blocks; ++b) {
       int64_t elements = 0, bytes = 0;
-      bool uniform = begins[b] < begins[b + 1] && (formats[begins[b]] & kWireStochastic) == 0;
-      for (int64_t c = begins[b]; c < begins[b + 1]; ++c) {
-        uniform = uniform && widths[c] == widths[begins[b]] && formats[c] == formats[begins[b]];
+      bool uniform = starts[b] < starts[b + 1] && (formats[starts[b]] & kWireStochastic) == 0;
+      for (int64_t c = starts[b]; c < starts[b + 1]; ++c) {
+        uniform = uniform && widths[c] == widths[starts[b]] && formats[c] == formats[starts[b]];
         if (widths[c] < 0) fail("a column has ", widths[c], " numbers.");
         elements += widths[c], bytes += wire_bytes(formats[c], widths[c]);
       }
@@ -60,7 +60,7 @@ struct WireColumns {
   template <typename Work>
   void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, bool all,
                 const Work& work) const {
-    int64_t element = 0, byte = 0, first = begins[block], end = begins[block + 1];
+    int64_t element = 0, byte = 0, first = starts[block], end = starts[block + 1];
     const int64_t together = all && is_uniform[block] ? end - first : 1;
     for (int64_t c = first; c < end; c += together) {
       WireRowsArgs args{};

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kLargestTransfer = 1 << 17;  // maximum bytes per system call
 // records closer than this many bytes are read together with the gap
 constexpr int64_t kLargestGap = 1 << 11;
-constexpr int64_t kMostThreads = 32;  // tuned: more threads gave no more throughput on the disks measured
+constexpr int64_t kMaxThreads = 32;  // tuned: more threads gave no more throughput on the disks measured
 constexpr int64_t kDamaged = -1;
 
 struct Layout {
@@ -177,7 +177,7 @@ void transfer(int64_t file, const Blocks& blocks, Failures& failures, int64_t in
       .failed = [&](int64_t task, int64_t cause) { failures.add(blocks.runs[task].begin, cause); }};
   if (transfers.count == 0) return;
   if (ring && in_flight > 1 && transfer_on_ring(int(file), transfers, in_flight)) return;
-  run_on_io_threads(transfers.count, std::min(in_flight, kMostThreads),
+  run_on_io_threads(transfers.count, std::min(in_flight, kMaxThreads),
                     [&](int64_t task) { transfer_task(int(file), transfers, task); });
 }
 

@@ -76,7 +76,7 @@ void transfer_task(int file, const Transfers& transfers, int64_t task) {
 namespace {
 
 constexpr unsigned kEntries = 256;
-constexpr int64_t kMostBytes = 1 << 22;  // maximum buffer bytes per thread
+constexpr int64_t kMaxBytes = 1 << 22;  // maximum buffer bytes per thread
 
 // An io_uring for a single thread; its pages are shared with the kernel.
 class Ring {
@@ -193,7 +193,7 @@ bool transfer_on_ring(int file, const Transfers& transfers, int64_t in_flight) {
   thread_local Ring ring;
   if (!ring.is_usable()) return false;
   const int64_t room = std::max<int64_t>(1, (transfers.largest + kSector - 1) / kSector * kSector);
-  const int64_t num_lanes = std::clamp<int64_t>(std::min(in_flight, kMostBytes / room), 1,
+  const int64_t num_lanes = std::clamp<int64_t>(std::min(in_flight, kMaxBytes / room), 1,
                                                 std::min<int64_t>(kEntries, transfers.count));
   char* const memory = transfer_buffer(num_lanes * room);
   if (memory == nullptr) return false;

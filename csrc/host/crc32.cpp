@@ -53,11 +53,11 @@ uint32_t by_tables(uint32_t crc, const unsigned char* bytes, size_t length) {
 
 #if defined(__x86_64__)
 
-constexpr size_t kLeastFolded = 64;
+constexpr size_t kMinFolded = 64;
 
 // Folds 64 bytes into the next 64 with carry-less products: V. Gopal et al., "Fast CRC Computation for
 // Generic Polynomials Using PCLMULQDQ Instruction" (Intel, 2009), with the constants for this polynomial.
-// `length` must be a multiple of 16 and at least `kLeastFolded`.
+// `length` must be a multiple of 16 and at least `kMinFolded`.
 __attribute__((target("pclmul,sse4.1"))) uint32_t folded(uint32_t crc, const unsigned char* bytes,
                                                          size_t length) {
   const auto load = [](const unsigned char* at) __attribute__((target("pclmul,sse4.1"))) {
@@ -107,7 +107,7 @@ uint32_t crc32(uint32_t crc, const void* bytes, size_t length) {
   const auto* at = static_cast<const unsigned char*>(bytes);
   crc = ~crc;
 #if defined(__x86_64__)
-  if (length >= kLeastFolded && can_fold()) {
+  if (length >= kMinFolded && can_fold()) {
     const size_t whole = length / 16 * 16;
     crc = folded(crc, at, whole);
     at += whole;

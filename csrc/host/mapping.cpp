@@ -16,7 +16,7 @@
 namespace meshrec {
 namespace {
 
-constexpr int kMostMappings = 4096;
+constexpr int kMaxMappings = 4096;
 
 struct Slot {
   std::atomic<uintptr_t> begin{0};
@@ -26,7 +26,7 @@ struct Slot {
 };
 
 // Static and atomic: a signal handler may neither lock nor allocate.
-Slot slots[kMostMappings];
+Slot slots[kMaxMappings];
 std::atomic<int> num_slots{0};
 std::atomic<int> num_with_misses{0};
 std::mutex changing;
@@ -92,7 +92,7 @@ int guarded(uintptr_t address, size_t bytes) {
   if (!set_handler()) return -1;
   int number = 0;
   while (number < num_slots.load() && slots[number].end.load() != 0) ++number;
-  if (number == kMostMappings) return -1;
+  if (number == kMaxMappings) return -1;
   Slot& slot = slots[number];
   slot.lost = 0;
   slot.misses = false;
@@ -143,10 +143,10 @@ namespace {
 void advise(std::vector<iovec>& ranges) {
   size_t done = 0;
 #if defined(__linux__) && defined(SYS_process_madvise) && defined(SYS_pidfd_open)
-  constexpr size_t kMostAtOnce = 1024;
+  constexpr size_t kMaxAtOnce = 1024;
   const int self = int(::syscall(SYS_pidfd_open, ::getpid(), 0));
   while (self >= 0 && done < ranges.size()) {
-    const size_t count = std::min(kMostAtOnce, ranges.size() - done);
+    const size_t count = std::min(kMaxAtOnce, ranges.size() - done);
     if (::syscall(SYS_process_madvise, self, ranges.data() + done, count, MADV_WILLNEED, 0) < 0) break;
     done += count;
   }

@@ -6,18 +6,18 @@
 
 namespace meshrec {
 
-constexpr int kMostShards = 16;
-constexpr int64_t kReach = 16;           // a key is in one of this many buckets, from its home on
-constexpr int64_t kMostFound = 1 << 11;  // maximum IDs per search
+constexpr int kMaxShards = 16;
+constexpr int64_t kReach = 16;          // a key is in one of this many buckets, from its home on
+constexpr int64_t kMaxFound = 1 << 11;  // maximum IDs per search
 
 // The parts of an index that a search reads.
 struct IndexView {
   const uint8_t* buckets;
-  int64_t room;  // buckets per shard
+  int64_t bucket_capacity;  // buckets per shard
   int shard_bits;
   uint64_t seed;
   // Per shard: the smallest fraction whose home is computed with `behind` buckets instead of `before`.
-  alignas(64) uint64_t boundary[kMostShards], before[kMostShards], behind[kMostShards];
+  alignas(64) uint64_t boundary[kMaxShards], before[kMaxShards], behind[kMaxShards];
 };
 
 // Rows to read after a search, which prefetches those for the first IDs; null: no prefetch.
@@ -30,7 +30,7 @@ struct RowsAhead {
 struct FindArgs {
   const IndexView* index = nullptr;
   const int64_t* ids = nullptr;
-  int64_t count = 0;  // at most kMostFound
+  int64_t count = 0;  // at most kMaxFound
   bool mixes = false;
   uint64_t mix_seed = 0, first = 0;
   int64_t* slots = nullptr;  // -1 for an ID without a slot
@@ -41,12 +41,12 @@ struct FindArgs {
 // in index/keyed.cpp.
 struct FindRowsArgs {
   const int64_t* buckets = nullptr;
-  int64_t num_buckets = 0, num_homes = 0;  // num_homes: below 2^32
+  int64_t num_buckets = 0, num_home_buckets = 0;  // num_home_buckets: below 2^32
   int64_t num_rows = 0;
   uint64_t seed = 0;
   const void* ids = nullptr;
   bool wide_ids = false;     // int64; otherwise int32
-  int64_t count = 0;         // at most kMostFound
+  int64_t count = 0;         // at most kMaxFound
   int64_t* slots = nullptr;  // -1 for an ID without a row
   RowsAhead rows = {};
 };

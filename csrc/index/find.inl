@@ -6,7 +6,7 @@
 // another pass.
 
 constexpr int kKeys = 8, kGroupsAhead = 24;
-static_assert(kMostFound % kKeys == 0);
+static_assert(kMaxFound % kKeys == 0);
 
 typedef uint64_t Words __attribute__((vector_size(8 * kKeys)));
 typedef uint64_t WordsMemory __attribute__((vector_size(8 * kKeys), aligned(8), may_alias));
@@ -27,7 +27,7 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
   const Words shards = keys >> 1 >> (63 - index.shard_bits), fractions = keys << index.shard_bits;
   const auto of_shards = [&](const uint64_t* numbers) {
     const auto* const all = reinterpret_cast<const Words*>(numbers);
-    static_assert(kMostShards == 2 * kKeys);
+    static_assert(kMaxShards == 2 * kKeys);
     return __builtin_shuffle(all[0], all[1], shards);
   };
   const Words sizes =
@@ -35,7 +35,8 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
   // floor(fraction * size / 2^64); sizes are below 2^32.
   const Words homes = ((fractions >> 32) * sizes + ((fractions & 0xffffffff) * sizes >> 32)) >> 32;
   *reinterpret_cast<Words*>(keys_to) = keys;
-  *reinterpret_cast<Words*>(homes_to) = first_bucket + ((shards * uint64_t(index.room) + homes) << 6);
+  *reinterpret_cast<Words*>(homes_to) =
+      first_bucket + ((shards * uint64_t(index.bucket_capacity) + homes) << 6);
 #else
   // Without a 64-bit vector product, scalar code is faster.
   for (int i = 0; i < kKeys; ++i) {
@@ -44,7 +45,7 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
     const uint64_t shard = key >> 1 >> (63 - index.shard_bits), fraction = key << index.shard_bits;
     const uint64_t size = fraction < index.boundary[shard] ? index.before[shard] : index.behind[shard];
     const auto home = uint64_t((static_cast<unsigned __int128>(fraction) * size) >> 64);
-    keys_to[i] = key, homes_to[i] = first_bucket + ((shard * uint64_t(index.room) + home) << 6);
+    keys_to[i] = key, homes_to[i] = first_bucket + ((shard * uint64_t(index.bucket_capacity) + home) << 6);
   }
 #endif
 }
@@ -217,8 +218,8 @@ inline void request_rows(const RowsAhead& rows, const int64_t* slots, int64_t co
 template <typename Begin, typename Compare>
 inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t count, uint64_t end,
                         int64_t most_turns, int64_t* slots, RowsAhead rows) {
-  alignas(64) uint64_t keys[kMostFound], buckets[kMostFound];
-  uint32_t displaced[kMostFound + kKeys];
+  alignas(64) uint64_t keys[kMaxFound], buckets[kMaxFound];
+  uint32_t displaced[kMaxFound + kKeys];
   uint32_t* displaced_end = displaced;
   constexpr int64_t kAhead = kGroupsAhead * kKeys;
   const auto begin_at = [&](int64_t i) __attribute__((always_inline)) {

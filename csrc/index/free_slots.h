@@ -10,7 +10,7 @@
 namespace meshrec::index {
 
 struct Header {
-  int64_t num_live, num_slots, max_slots, shard_bits, room, slot_room, lowest_free, unused;
+  int64_t num_live, num_slots, max_slots, shard_bits, bucket_capacity, slot_capacity, lowest_free, unused;
   ShardState shards[];
 };
 
@@ -18,7 +18,7 @@ struct Header {
 class FreeSlots {
  public:
   FreeSlots(Header& header, uint64_t* words) : header_(header), words_(words) {
-    summary_ = words + (header.slot_room + 63) / 64;
+    summary_ = words + (header.slot_capacity + 63) / 64;
   }
 
   bool has(int64_t slot) const { return words_[slot / 64] >> (slot % 64) & 1; }

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kFewIds = 1 << 9;  // with fewer changes, more threads cost more than they save
 
+using index::AssignArgs;
 using index::FreeArgs;
-using index::GiveArgs;
 using index::Index;
 using index::index_in;
 using index::kDone;
@@ -30,11 +30,11 @@ Tensor index_find(std::vector<Tensor> memory, Tensor ids, int64_t seed) {
 }
 
 std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vector<int64_t> seeds,
-                                            Tensor ids, std::vector<int64_t> begins,
+                                            Tensor ids, std::vector<int64_t> starts,
                                             std::vector<int64_t> ends, std::vector<int64_t> indexes,
                                             std::vector<int64_t> firsts, std::vector<int64_t> mixes) {
   check_ids(ids);
-  const size_t parts = begins.size();
+  const size_t parts = starts.size();
   if (memory.size() != 4 * seeds.size() || indexes.size() != parts || firsts.size() != parts ||
       (!mixes.empty() && mixes.size() != parts))
     fail("an index has 4 tensors and a seed, and a part an index, a first ID and a seed of its mix");
@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
   const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
   auto* to = static_cast<int64_t*>(slots.mutable_data_ptr());
   std::vector<std::atomic<int64_t>> missing(parts);
-  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const IdPiece& piece) {
+  for_pieces(pieces_of(given.numel(), starts, ends), from, to, [&](const IdPiece& piece) {
     const size_t p = size_t(piece.part);
     missing[p] += found[size_t(indexes[p])].find_some({.ids = from + piece.begin,
                                                        .count = piece.end - piece.begin,
@@ -97,12 +97,12 @@ MESHREC_C meshrec_index_insert(void* const* memory, uint64_t seed, const int64_t
                     [&](Index& index) -> int64_t { return index.insert(ids, count, given, slots); });
 }
 
-MESHREC_C meshrec_index_give(GiveArgs* all, int64_t count) {
+MESHREC_C meshrec_index_give(AssignArgs* all, int64_t count) {
   int64_t num_absent = 0;
   for (int64_t k = 0; k < count; ++k) num_absent += all[k].num_absent;
   for_indexes(count, num_absent, [&](int64_t k) {
-    const auto own = [&](Index& index) -> int64_t { return index.give(all[k]); };
-    if (with_index(all[k].memory, all[k].seed, own) != 1) all[k].num_found = -1;
+    const auto own = [&](Index& index) -> int64_t { return index.assign_slots(all[k]); };
+    if (with_index(all[k].memory, all[k].seed, own) != 1) all[k].num_assigned = -1;
   });
   return 0;
 }

@@ -36,7 +36,7 @@ enum Status : int64_t {
 
 // The IDs of a batch in an index, some of which have no slot, inserted as `id + first` or `mix(id, mix_seed)
 // + first`. As in compiled.py.
-struct GiveArgs {
+struct AssignArgs {
   void* memory[4];
   uint64_t seed;
   const int64_t* ids;
@@ -44,8 +44,8 @@ struct GiveArgs {
   uint64_t mix_seed, first;
   int64_t* slots;
   int64_t num_absent;
-  int64_t* found;  // output: distinct IDs, slots, occurrences
-  int64_t num_found;
+  int64_t* assigned;  // output: distinct IDs, slots, occurrences
+  int64_t num_assigned;
 };
 
 // The slots to free in an index, and room for their IDs. As in compiled.py.
@@ -63,7 +63,7 @@ class Index {
   // IDs or slots grouped by shard, in order: keys (for slots, the highest key bits), and the original
   // positions.
   struct Partition {
-    std::vector<int64_t> begins;
+    std::vector<int64_t> starts;
     std::unique_ptr<uint64_t[]> keys;
     std::unique_ptr<int64_t[]> places;
   };
@@ -71,10 +71,10 @@ class Index {
   Index(int64_t* header, void* buckets, uint8_t* tags, uint64_t* free, uint64_t seed)
       : header_(*reinterpret_cast<Header*>(header)), tags_(tags), free_(header_, free), seed_(seed) {
     for (int64_t s = 0; s < int64_t(1) << header_.shard_bits; ++s)
-      shards_.emplace_back(&header_.shards[s], static_cast<Bucket*>(buckets) + s * header_.room, header_.room,
-                           s, int(header_.shard_bits));
-    if (shards_.size() > kMostShards) fail("an index has at most ", kMostShards, " shards");
-    view_.buckets = static_cast<const uint8_t*>(buckets), view_.room = header_.room;
+      shards_.emplace_back(&header_.shards[s], static_cast<Bucket*>(buckets) + s * header_.bucket_capacity,
+                           header_.bucket_capacity, s, int(header_.shard_bits));
+    if (shards_.size() > kMaxShards) fail("an index has at most ", kMaxShards, " shards");
+    view_.buckets = static_cast<const uint8_t*>(buckets), view_.bucket_capacity = header_.bucket_capacity;
     view_.shard_bits = int(header_.shard_bits), view_.seed = seed;
     for (size_t s = 0; s < shards_.size(); ++s)
       view_.boundary[s] = shards_[s].boundary(), view_.before[s] = shards_[s].before(),
@@ -93,7 +93,7 @@ class Index {
     args.index = &view_;
     for (int64_t left = args.count; left > 0;
          left -= args.count, args.ids += args.count, args.slots += args.count) {
-      args.count = std::min(kMostFound, left);
+      args.count = std::min(kMaxFound, left);
       absent += kernels().find(args);
       args.rows = {};
     }
@@ -110,10 +110,10 @@ class Index {
                                   : std::max(header_.num_slots, header_.num_slots + count - num_free);
     if (num_slots > header_.max_slots) return has_any(ids, count, slots) ? kPresent : kFull;
     const int extra =
-        std::max<int>(0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kLeastSlotBits);
+        std::max<int>(0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kMinSlotBits);
     const Partition parts = partition_ids(ids, count);
     if (!for_shards(count, [&](size_t s) {
-          return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
+          return shards_[s].prepare(parts.starts[s + 1] - parts.starts[s], extra);
         }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
@@ -128,7 +128,7 @@ class Index {
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
       for (int64_t i = 0; i < done[s]; ++i) {
-        const uint64_t key = parts.keys[parts.begins[s] + i];
+        const uint64_t key = parts.keys[parts.starts[s] + i];
         shards_[s].remove(shards_[s].home(key), key);
       }
     for (int64_t i = 0; i < count; ++i) free_.put(slots[i]);
@@ -138,7 +138,7 @@ class Index {
 
   // Inserts the IDs whose slot is negative, and writes their slots. Returns false, without a change, if the
   // index needs larger memory first.
-  bool give(GiveArgs& args) {
+  bool assign_slots(AssignArgs& args) {
     Tensor absent = new_int64(args.num_absent);
     auto* const ids = absent.mutable_data_ptr<int64_t>();
     std::unique_ptr<int64_t[]> places(new int64_t[args.num_absent]);
@@ -151,10 +151,11 @@ class Index {
     }
     if (next < args.num_absent) return false;
     const auto [distinct, positions] = index_unique(absent);
-    const int64_t count = args.num_found = distinct.numel();
-    int64_t *const slots = args.found + args.num_absent, *const counts = slots + args.num_absent;
-    std::copy_n(distinct.const_data_ptr<int64_t>(), count, args.found);
-    if (header_.num_live + count > header_.slot_room || insert(args.found, count, nullptr, slots) != kDone)
+    const int64_t count = args.num_assigned = distinct.numel();
+    int64_t *const slots = args.assigned + args.num_absent, *const counts = slots + args.num_absent;
+    std::copy_n(distinct.const_data_ptr<int64_t>(), count, args.assigned);
+    if (header_.num_live + count > header_.slot_capacity ||
+        insert(args.assigned, count, nullptr, slots) != kDone)
       return false;
     std::fill_n(counts, count, 0);
     const auto* const position = positions.const_data_ptr<int64_t>();
@@ -220,10 +221,10 @@ class Index {
 
   // In key order.
   void items(int64_t* ids, int64_t* slots) const {
-    std::vector<int64_t> begins(1, 0);
-    for (const Shard& shard : shards_) begins.push_back(begins.back() + shard.num_keys());
+    std::vector<int64_t> starts(1, 0);
+    for (const Shard& shard : shards_) starts.push_back(starts.back() + shard.num_keys());
     parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
-      int64_t i = begins[s];
+      int64_t i = starts[s];
       shards_[s].for_all([&](Entry entry) {
         ids[i] = int64_t(unmix(entry.key, seed_));
         slots[i++] = int64_t(entry.slot);
@@ -311,7 +312,7 @@ class Index {
     std::vector<int64_t> next(shards_.size() + 1, 0);
     for (int64_t i = 0; i < count; ++i) ++next[shard_number(keys[i]) + 1];
     for (size_t s = 0; s < shards_.size(); ++s) next[s + 1] += next[s];
-    parts.begins = next;
+    parts.starts = next;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t place = next[shard_number(keys[i])]++;
       parts.keys[place] = keys[i], parts.places[place] = i;
@@ -366,8 +367,8 @@ class Index {
   // Runs work(shard, i, home) for a whole partition.
   template <typename Work>
   void for_parts(const Partition& parts, const Work& work) {
-    for_shards(parts.begins.back(), [&](size_t s) {
-      return for_keys(shards_[s], parts.keys.get(), parts.begins[s], parts.begins[s + 1],
+    for_shards(parts.starts.back(), [&](size_t s) {
+      return for_keys(shards_[s], parts.keys.get(), parts.starts[s], parts.starts[s + 1],
                       [&](int64_t i, int64_t home) { return work(shards_[s], i, home), true; });
     });
   }
@@ -386,14 +387,14 @@ class Index {
 
   Inserted insert_into(size_t s, const Partition& parts, const int64_t* slots, int extra, int64_t& done) {
     Shard& shard = shards_[s];
-    const int64_t begin = parts.begins[s];
+    const int64_t begin = parts.starts[s];
     Inserted last = Inserted::kDone;
     const auto insert_one = [&](int64_t i, int64_t home) {
       last = shard.insert(home, {parts.keys[i], uint64_t(slots[parts.places[i]])}, extra);
       return last == Inserted::kDone && ++done > 0;
     };
     int64_t more = std::max<int64_t>(shard.num_keys(), 64);
-    for (int turn = 0; !for_keys(shard, parts.keys.get(), begin + done, parts.begins[s + 1], insert_one);
+    for (int turn = 0; !for_keys(shard, parts.keys.get(), begin + done, parts.starts[s + 1], insert_one);
          ++turn) {
       // prepare() may change homes.
       if (last == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) break;

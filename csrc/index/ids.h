@@ -18,18 +18,18 @@ struct IdPiece {
   int64_t begin, end, part;
 };
 
-inline std::vector<IdPiece> pieces_of(int64_t count, const std::vector<int64_t>& begins,
+inline std::vector<IdPiece> pieces_of(int64_t count, const std::vector<int64_t>& starts,
                                       const std::vector<int64_t>& ends) {
-  if (begins.size() != ends.size()) fail(begins.size(), " parts begin and ", ends.size(), " end");
+  if (starts.size() != ends.size()) fail(starts.size(), " parts begin and ", ends.size(), " end");
   std::vector<IdPiece> pieces;
   const auto add = [&](int64_t begin, int64_t end, int64_t part) {
     if (end < begin) fail("parts must be ascending and lie in [0, ", count, ")");
     for (; begin < end; begin += kGrainIds) pieces.push_back({begin, std::min(end, begin + kGrainIds), part});
   };
   int64_t last = 0;
-  for (size_t p = 0; p < begins.size(); ++p) {
-    add(last, begins[p], -1);
-    add(begins[p], ends[p], int64_t(p));
+  for (size_t p = 0; p < starts.size(); ++p) {
+    add(last, starts[p], -1);
+    add(starts[p], ends[p], int64_t(p));
     last = ends[p];
   }
   add(last, count, -1);

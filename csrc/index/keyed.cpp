@@ -4,8 +4,8 @@
 //
 // The keys (mixed IDs) of a table are in ascending order, and the row for each key is at the same position.
 // Keys are stored in buckets that fill a cache line: a row number, then the keys of this row and the next six
-// rows. Keys are spread evenly. The key range is divided into `num_homes` equal intervals, and each has a
-// bucket, which starts at or before the first key in the interval, and no later than where the previous
+// rows. Keys are spread evenly. The key range is divided into `num_home_buckets` equal intervals, and each
+// has a bucket, which starts at or before the first key in the interval, and no later than where the previous
 // bucket ends. So a search reads a single line for most keys, and further lines while the last key in a line
 // is below the key (keyed.inl). All of this is in a mapped file, and is used as it is. Rows added later are
 // in a second, small table.
@@ -64,8 +64,8 @@ class KeyedTable {
     }
     kept_.push_back(as_contiguous(tensors[2]));
     buckets_ = kept_[0].const_data_ptr<int64_t>(), num_buckets_ = kept_[0].size(0);
-    num_homes_ = std::max<int64_t>(1, (25 * num_rows + 125) / 126);  // as in ops/keyed/naive.py
-    if (kept_[0].size(1) != 8 || num_buckets_ < num_homes_)
+    num_home_buckets_ = std::max<int64_t>(1, (25 * num_rows + 125) / 126);  // as in ops/keyed/naive.py
+    if (kept_[0].size(1) != 8 || num_buckets_ < num_home_buckets_)
       fail("table ", table, " has ", num_rows, " rows and ", num_buckets_, " buckets of ", kept_[0].size(1),
            " words, which do not fit together. Export the model again.");
     added_ = kept_[1].const_data_ptr<int64_t>(), num_added_ = kept_[1].size(1);
@@ -79,8 +79,8 @@ class KeyedTable {
   // Writes the slot for every ID in positions [begin, end) of the batch. Returns how many slots are negative.
   int64_t find(const Batch& batch, int64_t begin, int64_t end, int64_t* slots) const {
     int64_t num_absent = 0;
-    for (int64_t i = begin; i < end; i += kMostFound)
-      num_absent += find_some(batch, i, std::min(end, i + kMostFound), i == begin, slots + (i - begin));
+    for (int64_t i = begin; i < end; i += kMaxFound)
+      num_absent += find_some(batch, i, std::min(end, i + kMaxFound), i == begin, slots + (i - begin));
     if (num_absent > 0 && num_added_ > 0)
       for (int64_t i = begin; i < end; ++i)
         if (slots[i - begin] < 0) slots[i - begin] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
@@ -103,7 +103,7 @@ class KeyedTable {
     const int64_t num_absent =
         kernels().find_rows({.buckets = buckets_,
                              .num_buckets = num_buckets_,
-                             .num_homes = num_homes_,
+                             .num_home_buckets = num_home_buckets_,
                              .num_rows = rows_.num_rows,
                              .seed = seed_,
                              .ids = batch.ids(begin),
@@ -126,7 +126,7 @@ class KeyedTable {
   std::vector<Tensor> kept_;
   const int64_t *buckets_, *added_;
   const char* added_rows_;
-  int64_t num_buckets_, num_homes_, num_added_, num_added_rows_;
+  int64_t num_buckets_, num_home_buckets_, num_added_, num_added_rows_;
   uint64_t seed_;
   int64_t table_;
 };

@@ -6,7 +6,7 @@ template <typename Id>
 inline void begin_rows(const FindRowsArgs& a, const Id* ids, uint64_t* keys_to, uint64_t* homes_to) {
   constexpr uint64_t kSign = uint64_t(1) << 63;  // keys are ordered as signed integers
   const uint64_t first_bucket = uint64_t(reinterpret_cast<uintptr_t>(a.buckets)),
-                 size = uint64_t(a.num_homes);
+                 size = uint64_t(a.num_home_buckets);
 #if defined(__AVX512F__)
   typedef Id Ids __attribute__((vector_size(sizeof(Id) * kKeys)));
   Ids own;

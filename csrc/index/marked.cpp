@@ -105,7 +105,7 @@ Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base
 
 Tensor marked_between(Tensor values, std::optional<Tensor> marks, int64_t least, int64_t greatest) {
   const int64_t count = values.numel();
-  std::vector<int64_t> begins(size_t(num_pieces(count)) + 1, 0);
+  std::vector<int64_t> starts(size_t(num_pieces(count)) + 1, 0);
   Tensor result = new_int64(0);
   with_marked(values, marks, [&](const auto* value, const auto& is_marked) {
     const auto is_chosen = [&](int64_t i) {
@@ -114,14 +114,14 @@ Tensor marked_between(Tensor values, std::optional<Tensor> marks, int64_t least,
     for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
       int64_t number = 0;
       for (int64_t i = begin; i < end; ++i) number += is_chosen(i);
-      begins[size_t(piece) + 1] = number;
+      starts[size_t(piece) + 1] = number;
     });
-    for (size_t piece = 1; piece < begins.size(); ++piece) begins[piece] += begins[piece - 1];
-    result = new_int64(begins.back());
+    for (size_t piece = 1; piece < starts.size(); ++piece) starts[piece] += starts[piece - 1];
+    result = new_int64(starts.back());
     auto* const to = static_cast<int64_t*>(result.mutable_data_ptr());
     for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
-      int64_t at = begins[size_t(piece)];
-      const int64_t stop = begins[size_t(piece) + 1];
+      int64_t at = starts[size_t(piece)];
+      const int64_t stop = starts[size_t(piece) + 1];
       for (int64_t i = begin; i < end && at < stop; ++i)
         if (is_chosen(i)) to[at++] = i;
     });

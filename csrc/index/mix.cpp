@@ -22,15 +22,15 @@ Tensor index_mix(Tensor ids, int64_t seed, bool inverse) {
   return mixed;
 }
 
-Tensor index_mix_parts(Tensor ids, std::vector<int64_t> begins, std::vector<int64_t> ends,
+Tensor index_mix_parts(Tensor ids, std::vector<int64_t> starts, std::vector<int64_t> ends,
                        std::vector<int64_t> seeds) {
   check_ids(ids);
-  if (seeds.size() != begins.size()) fail(begins.size(), " parts have ", seeds.size(), " seeds");
+  if (seeds.size() != starts.size()) fail(starts.size(), " parts have ", seeds.size(), " seeds");
   const Tensor given = as_contiguous(ids);
   Tensor mixed = new_int64(given.numel());
   const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
   auto* to = static_cast<int64_t*>(mixed.mutable_data_ptr());
-  for_pieces(pieces_of(given.numel(), begins, ends), from, to, [&](const IdPiece& piece) {
+  for_pieces(pieces_of(given.numel(), starts, ends), from, to, [&](const IdPiece& piece) {
     const uint64_t seed = uint64_t(seeds[size_t(piece.part)]);
     for (int64_t i = piece.begin; i < piece.end; ++i) to[i] = int64_t(mix(uint64_t(from[i]), seed));
   });

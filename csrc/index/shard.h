@@ -32,12 +32,12 @@
 
 namespace meshrec::index {
 
-constexpr int kEntries = 7, kBucketBytes = 64, kLeastSlotBits = 8;
+constexpr int kEntries = 7, kBucketBytes = 64, kMinSlotBits = 8;
 // A new key may be in one of this many buckets, from its home on. Growth may round it further away, up to
 // kReach.
 constexpr int64_t kFarthest = 12;
-constexpr int64_t kLeast = 8;     // buckets in a new shard
-constexpr int64_t kStretch = 16;  // minimum number of buckets that a growing shard moves
+constexpr int64_t kMinBuckets = 8;  // buckets in a new shard
+constexpr int64_t kStretch = 16;    // minimum number of buckets that a growing shard moves
 
 inline uint64_t load64(const uint8_t* p) {
   uint64_t word;
@@ -185,7 +185,7 @@ class Shard {
   // Returns the size of all buckets that have been in use, in bytes.
   int64_t num_bytes() const { return num_buckets() * kBucketBytes; }
 
-  // Makes room for `more` keys, whose slots have `slot_extra` bits above kLeastSlotBits. Returns false,
+  // Makes room for `more` keys, whose slots have `slot_extra` bits above kMinSlotBits. Returns false,
   // without a change, if there is not enough memory for the buckets.
   bool prepare(int64_t more, int slot_extra);
   // Inserts a key with home b, after prepare() has made room. Nothing changes if it is already present, or if
@@ -258,6 +258,6 @@ class Shard {
 };
 
 // Returns the number of buckets for `num_keys` keys at a load of 0.72.
-inline int64_t buckets_for(int64_t num_keys) { return std::max(kLeast, (num_keys * 25 + 125) / 126); }
+inline int64_t buckets_for(int64_t num_keys) { return std::max(kMinBuckets, (num_keys * 25 + 125) / 126); }
 
 }  // namespace meshrec::index

@@ -16,7 +16,7 @@ struct Item {
   uint32_t place;
 };
 
-constexpr int64_t kPartItems = 1024, kMostPartBits = 12, kFewItems = 24;
+constexpr int64_t kPartItems = 1024, kMaxPartBits = 12, kFewItems = 24;
 constexpr int64_t kFewForThreads = 1 << 13;  // with fewer IDs, more threads cost more than they save
 
 bool less(const Item& a, const Item& b) { return a.value < b.value; }
@@ -75,18 +75,18 @@ std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t leas
   };
   parallel_tasks(
       chunks, [&](int64_t chunk) { for_chunk(chunk, [](int64_t, uint64_t, int64_t& number) { ++number; }); });
-  std::vector<int64_t> begins(num_parts + 1, 0);
+  std::vector<int64_t> starts(num_parts + 1, 0);
   int64_t position = 0;
   for (int64_t part = 0; part < num_parts; ++part) {
-    begins[part] = position;
+    starts[part] = position;
     for (auto& of_chunk : next) position += std::exchange(of_chunk[part], position);
   }
-  begins[num_parts] = position;
+  starts[num_parts] = position;
   parallel_tasks(chunks, [&](int64_t chunk) {
     for_chunk(chunk,
               [&](int64_t i, uint64_t value, int64_t& place) { items[place++] = {value, uint32_t(i)}; });
   });
-  return begins;
+  return starts;
 }
 
 struct Part {
@@ -97,17 +97,17 @@ struct Part {
 // IDs in ascending order, in parts.
 struct Sorted {
   std::unique_ptr<Item[]> items;
-  std::vector<int64_t> begins;
+  std::vector<int64_t> starts;
   uint64_t least;
 
   // Runs work(part), with several threads if there are many IDs.
   template <typename Work>
   void for_parts(const Work& work) const {
     const auto each = [&](int64_t part) {
-      work(Part{part, begins[part], begins[part + 1] - begins[part], items.get() + begins[part]});
+      work(Part{part, starts[part], starts[part + 1] - starts[part], items.get() + starts[part]});
     };
-    const int64_t parts = int64_t(begins.size()) - 1;
-    if (begins.back() >= kFewForThreads) return parallel_tasks(parts, each);
+    const int64_t parts = int64_t(starts.size()) - 1;
+    if (starts.back() >= kFewForThreads) return parallel_tasks(parts, each);
     for (int64_t part = 0; part < parts; ++part) each(part);
   }
 };
@@ -121,14 +121,14 @@ Sorted sort_ids(const Tensor& given, const Work& work) {
   const uint64_t least = uint64_t(*smallest);
   const int bits = std::bit_width(uint64_t(*largest) - least);
   const int part_bits = int(std::clamp<int64_t>(std::bit_width(uint64_t(count / kPartItems)), 0,
-                                                std::min<int64_t>(kMostPartBits, bits)));
+                                                std::min<int64_t>(kMaxPartBits, bits)));
   const int64_t num_parts = int64_t(1) << part_bits;
   // bits - part_bits is 64 only for part_bits = 0, where the value fills the word: then one bit is split off.
   const bool whole = bits - part_bits == 64;
   const int shift = whole ? 63 : bits - part_bits;
   Sorted sorted{std::unique_ptr<Item[]>(new Item[count]), {}, least};
   const std::unique_ptr<Item[]> spare(new Item[count]);
-  sorted.begins = distribute(ids, count, least, shift, whole ? 2 : num_parts, sorted.items.get());
+  sorted.starts = distribute(ids, count, least, shift, whole ? 2 : num_parts, sorted.items.get());
   sorted.for_parts([&](const Part& part) {
     sort_part(part.items, spare.get() + part.begin, part.size, shift);
     work(part);
@@ -160,14 +160,14 @@ std::tuple<Tensor, Tensor> index_unique(Tensor given) {
   Tensor inverse = new_int64(ids.numel());
   if (ids.numel() == 0) return {new_int64(0), inverse};
   // counts, then the start of the distinct IDs in each part
-  std::vector<int64_t> firsts((1 << kMostPartBits) + 1, 0);
+  std::vector<int64_t> firsts((1 << kMaxPartBits) + 1, 0);
   const Sorted sorted = sort_ids(ids, [&](const Part& part) {
     int64_t distinct = part.size > 0;
     for (int64_t i = 1; i < part.size; ++i) distinct += part.items[i].value != part.items[i - 1].value;
     firsts[part.number + 1] = distinct;
   });
-  for (size_t part = 1; part < sorted.begins.size(); ++part) firsts[part] += firsts[part - 1];
-  Tensor distinct = new_int64(firsts[sorted.begins.size() - 1]);
+  for (size_t part = 1; part < sorted.starts.size(); ++part) firsts[part] += firsts[part - 1];
+  Tensor distinct = new_int64(firsts[sorted.starts.size() - 1]);
   auto* to = static_cast<int64_t*>(distinct.mutable_data_ptr());
   auto* where = static_cast<int64_t*>(inverse.mutable_data_ptr());
   sorted.for_parts([&](const Part& part) {

@@ -9,9 +9,9 @@ namespace meshrec {
 namespace {
 
 // Minimum number of values per thread: with fewer, another thread costs more than it saves.
-constexpr int64_t kLeastNumbers = 1 << 15;
+constexpr int64_t kMinNumbers = 1 << 15;
 
-int64_t rows_per_thread(int64_t dim) { return std::max<int64_t>(1, kLeastNumbers / dim); }
+int64_t rows_per_thread(int64_t dim) { return std::max<int64_t>(1, kMinNumbers / dim); }
 
 }  // namespace
 

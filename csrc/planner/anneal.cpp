@@ -18,11 +18,11 @@ namespace {
 
 using namespace planning;
 
-constexpr int kLevels = 64;        // number of temperatures
-constexpr int kMostDoublings = 4;  // how often the exponent of the norm doubles
-constexpr int kMostFirst = 64;     // maximum initial exponent
-constexpr int kMostExponent = 256;
-constexpr int kMostRemoved = 5;      // maximum number of tables removed and placed again together
+constexpr int kLevels = 64;            // number of temperatures
+constexpr int kMaxDoublings = 4;       // how often the exponent of the norm doubles
+constexpr int kMaxFirstExponent = 64;  // maximum initial exponent
+constexpr int kMaxExponent = 256;
+constexpr int kMaxRemoved = 5;       // maximum number of tables removed and placed again together
 constexpr double kSwapShare = 0.05;  // share of moves that exchange two tables
 constexpr double kLargestLog = 37.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -54,7 +54,7 @@ class Annealer : public PlanState {
     best_tables_ = tables_;
     const double scale = best_ / num_ranks_;
     int steps = 1;
-    while (steps <= kMostDoublings && exponent << steps <= kMostExponent) ++steps;
+    while (steps <= kMaxDoublings && exponent << steps <= kMaxExponent) ++steps;
     for (int level = 0; level < kLevels; ++level) {
       const double at = static_cast<double>(level) / (kLevels - 1);
       set_exponent(exponent << (level * steps / kLevels));
@@ -88,7 +88,7 @@ class Annealer : public PlanState {
     const int64_t kind = random_.below(16);
     if (kind == 0 && place_work_ < place_share_ * work_) {
       place_work_ -= work_;
-      2 * few_work_ < place_share_* work_ ? place_few_anew() : place_anew();
+      2 * few_work_ < place_share_* work_ ? reinsert_few_tables() : reinsert_table();
       place_work_ += work_;
     } else if (kind <= 3)
       transfer();
@@ -200,7 +200,7 @@ class Annealer : public PlanState {
   }
 
   // Splits a table in another way (or the same), and puts each piece where it costs least.
-  void place_anew() {
+  void reinsert_table() {
     int64_t table = random_.below(tables_.size());
     if (random_.below(2))
       if (const Unit* const unit = some_unit(some_rank())) table = unit->table;
@@ -218,11 +218,11 @@ class Annealer : public PlanState {
   }
 
   // Removes a few tables, then places them again in turn, with the cheapest split and ranks.
-  void place_few_anew() {
+  void reinsert_few_tables() {
     removed_.clear();
     few_work_ -= work_;
     const double before = smooth();
-    for (int64_t left = 2 + random_.below(kMostRemoved - 1); left > 0; --left) {
+    for (int64_t left = 2 + random_.below(kMaxRemoved - 1); left > 0; --left) {
       int64_t table = random_.below(tables_.size());
       if (random_.below(4))
         if (const Unit* const unit = some_unit(some_rank())) table = unit->table;
@@ -268,7 +268,7 @@ class Annealer : public PlanState {
     remove(one);
     remove(other);
     work_ += 2 * (role_of_one.amounts.size() + role_of_other.amounts.size());
-    if (!cast(one, next_one, role_of_other) || !cast(other, next_other, role_of_one) ||
+    if (!take_role(one, next_one, role_of_other) || !take_role(other, next_other, role_of_one) ||
         !accepts(smooth() - before))
       restore();
   }
@@ -279,7 +279,7 @@ class Annealer : public PlanState {
   }
 
   // Puts a table where another table is; returns false if that is impossible.
-  bool cast(int64_t table, int64_t candidate, Placed role) {
+  bool take_role(int64_t table, int64_t candidate, Placed role) {
     const int64_t shift = p_.piece_start[candidate] - p_.piece_start[role.candidate];
     const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
     if (*std::max_element(bytes_.begin(), bytes_.end()) > room) return false;
@@ -460,8 +460,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     int64_t seed) {
   if (problem_tensors.size() != 17)
     fail("plan_anneal: the problem has 17 tensors, got ", problem_tensors.size());
-  if (exponent < 1 || exponent > kMostFirst || (exponent & (exponent - 1)) != 0)
-    fail("plan_anneal: the exponent is a power of two up to ", kMostFirst, ", got ", exponent);
+  if (exponent < 1 || exponent > kMaxFirstExponent || (exponent & (exponent - 1)) != 0)
+    fail("plan_anneal: the exponent is a power of two up to ", kMaxFirstExponent, ", got ", exponent);
   const Problem problem(problem_tensors);
   Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);

@@ -31,7 +31,7 @@ namespace meshrec {
 namespace {
 
 constexpr std::int64_t kBlock = 1 << 22;
-constexpr std::int64_t kMostBytes = 1 << 28;
+constexpr std::int64_t kMaxBytes = 1 << 28;
 const std::string kCopyAgain =
     " Copy the package again from where it was exported, or export the model again.";
 
@@ -85,7 +85,7 @@ bool check_blocks(const File& file, const std::function<bool(std::int64_t block)
 
 std::string content_of(const std::string& path) {
   const File file(path);
-  if (file.size() > kMostBytes) fail(path + " is larger than such a file can be." + kCopyAgain);
+  if (file.size() > kMaxBytes) fail(path + " is larger than such a file can be." + kCopyAgain);
   std::string content(static_cast<std::size_t>(file.size()), '\0');
   std::size_t done = 0;
   while (done < content.size()) {

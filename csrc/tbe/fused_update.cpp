@@ -158,19 +158,19 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
     runs.sort(range);
     counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
   });
-  const std::vector<int64_t> begins = runs.number_runs(counts, num_rows.size());
+  const std::vector<int64_t> starts = runs.number_runs(counts, num_rows.size());
   std::vector<int64_t> table_dims(num_rows.size(), 0);
   for (const TableRuns& table : runs.tables) table_dims[table.table] = table.dim;
   std::vector<Tensor> result;
   for (size_t t = 0; t < num_rows.size(); ++t) {
-    const int64_t rows = begins[t + 1] - begins[t];
+    const int64_t rows = starts[t + 1] - starts[t];
     result.push_back(torch::stable::new_empty(g, {rows}, ScalarType::Long));
     result.push_back(torch::stable::new_empty(g, {rows, table_dims[t]}));
   }
   runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    const int64_t start = range.first_run - begins[table.table];
+    const int64_t start = range.first_run - starts[table.table];
     kernels().sum({runs.arguments(task, task_scratch(table.dim)),
                    static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + start,
                    static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + start * table.dim,
@@ -200,11 +200,11 @@ std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, T
     run_counts[task] = kernels().square({runs.arguments(task, task_scratch(table.dim)), table.squares,
                                          loose.get() + table.first_pair + range.begin});
   });
-  const std::vector<int64_t> begins = runs.number_runs(run_counts, num_rows.size());
+  const std::vector<int64_t> starts = runs.number_runs(run_counts, num_rows.size());
   Tensor squares = torch::stable::new_empty(g, {runs.num_runs});
   Tensor counts = torch::stable::new_empty(g, {int64_t(num_rows.size())}, ScalarType::Long);
   auto* count = static_cast<int64_t*>(counts.mutable_data_ptr());
-  for (size_t t = 0; t < num_rows.size(); ++t) count[t] = begins[t + 1] - begins[t];
+  for (size_t t = 0; t < num_rows.size(); ++t) count[t] = starts[t + 1] - starts[t];
   auto* square = static_cast<float*>(squares.mutable_data_ptr());
   parallel_tasks(runs.ranges.size(), [&](int64_t task) {
     const Range& range = runs.ranges[task];

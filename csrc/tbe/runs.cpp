@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kSpareBytes = size_t(64) << 20;
-constexpr int64_t kLeastChunk = 1 << 12, kMostChunk = 1 << 14;  // ids
+constexpr int64_t kMinChunk = 1 << 12, kMaxChunk = 1 << 14;  // ids
 constexpr int64_t kStreams = 4;
 constexpr int64_t kRowsAhead = 8;          // gradient rows to prefetch while packing
 constexpr int64_t kMaxParts = 256;         // a part is a position to which pairs are written
@@ -134,13 +134,13 @@ std::vector<int64_t> Runs::number_runs(const std::vector<int64_t>& counts, size_
     const int64_t first = tables[a->table].table, second = tables[b->table].table;
     return first < second || (first == second && a->begin < b->begin);
   });
-  std::vector<int64_t> begins(num_tables + 1, 0);
+  std::vector<int64_t> starts(num_tables + 1, 0);
   for (Range* range : order) {
     num_runs += std::exchange(range->first_run, num_runs);
-    begins[tables[range->table].table + 1] = num_runs;
+    starts[tables[range->table].table + 1] = num_runs;
   }
-  for (size_t t = 0; t < num_tables; ++t) begins[t + 1] = std::max(begins[t], begins[t + 1]);
-  return begins;
+  for (size_t t = 0; t < num_tables; ++t) starts[t + 1] = std::max(starts[t], starts[t + 1]);
+  return starts;
 }
 
 int64_t Runs::saved_words(int64_t num_ranges) const {
@@ -225,7 +225,7 @@ void Runs::make_waves() {
 void Runs::make_chunks(const Batch& batch) {
   int64_t num_counts = 0;
   const int64_t chunk_ids =
-      std::clamp(batch.num_ids / (4 * torch::stable::get_num_threads()), kLeastChunk, kMostChunk);
+      std::clamp(batch.num_ids / (4 * torch::stable::get_num_threads()), kMinChunk, kMaxChunk);
   for (size_t t = 0; t < tables.size(); ++t) {
     TableRuns& table = tables[t];
     const size_t first_chunk = chunks_.size();
@@ -313,12 +313,12 @@ void Runs::make_ranges() {
   const auto end_wave = [&] {
     wave.end_range = ranges.size();
     wave.lane = tables.empty() ? 0 : tables[wave.first_table].lane;
-    const std::vector<int64_t> begins = sections(wave.first_range, wave.end_range);
-    for (size_t s = 0; s + 1 < begins.size(); ++s) {
+    const std::vector<int64_t> starts = sections(wave.first_range, wave.end_range);
+    for (size_t s = 0; s + 1 < starts.size(); ++s) {
       const auto small =
-          std::stable_partition(ranges.begin() + begins[s], ranges.begin() + begins[s + 1],
+          std::stable_partition(ranges.begin() + starts[s], ranges.begin() + starts[s + 1],
                                 [&](const Range& range) { return is_large(range, tables[range.table]); });
-      std::stable_sort(ranges.begin() + begins[s], small,
+      std::stable_sort(ranges.begin() + starts[s], small,
                        [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
     }
     waves.push_back(wave);
@@ -341,15 +341,15 @@ std::vector<int64_t> Runs::sections(int64_t first_range, int64_t end_range) cons
   const auto pairs_of = [](const Range& range) { return range.end - range.begin; };
   int64_t num_left = 0;
   for (int64_t k = first_range; k < end_range; ++k) num_left += pairs_of(ranges[k]);
-  std::vector<int64_t> begins{first_range};
+  std::vector<int64_t> starts{first_range};
   int64_t range = first_range;
   const int64_t num_threads = std::min<int64_t>(torch::stable::get_num_threads(), end_range - first_range);
   for (int64_t thread = std::max<int64_t>(1, num_threads); thread > 0; --thread) {
     const int64_t rest = num_left - num_left / thread;
     for (; range < end_range && num_left > rest; ++range) num_left -= pairs_of(ranges[range]);
-    begins.push_back(range);
+    starts.push_back(range);
   }
-  return begins;
+  return starts;
 }
 
 size_t Runs::lasting_bytes() const {
@@ -368,7 +368,7 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
   };
-  std::vector<size_t> lane_begins(waves.back().lane + 2, 0);  // in the arena
+  std::vector<size_t> lane_starts(waves.back().lane + 2, 0);  // in the arena
   for (const Wave& wave : waves) {
     size_t bytes = 0;
     for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
@@ -377,15 +377,15 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
                Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
                Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
     }
-    lane_begins[wave.lane + 1] = std::max(lane_begins[wave.lane + 1], bytes);
+    lane_starts[wave.lane + 1] = std::max(lane_starts[wave.lane + 1], bytes);
   }
-  std::partial_sum(lane_begins.begin(), lane_begins.end(), lane_begins.begin());
-  arena_ = std::make_unique<Arena>(lane_begins.back());
+  std::partial_sum(lane_starts.begin(), lane_starts.end(), lane_starts.begin());
+  arena_ = std::make_unique<Arena>(lane_starts.back());
   std::optional<Arena> kept;
   if (saved_.has_value()) kept.emplace(*saved_);
   Arena& lasting = kept.has_value() ? *kept : *arena_;
   for (const Wave& wave : waves) {
-    arena_->rewind(lane_begins[wave.lane]);
+    arena_->rewind(lane_starts[wave.lane]);
     for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
       TableRuns& table = tables[t];
       table.pairs = lasting.take<Pair>(table.num_pairs);

@@ -46,8 +46,8 @@ class AssignArgs(ctypes.Structure):
         ("first", ctypes.c_uint64),
         ("slots", ctypes.c_void_p),
         ("num_absent", ctypes.c_int64),
-        ("found", ctypes.c_void_p),
-        ("num_found", ctypes.c_int64),
+        ("assigned", ctypes.c_void_p),
+        ("num_assigned", ctypes.c_int64),
     )
 
 
@@ -312,7 +312,7 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
     assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
     _library.meshrec_index_give(array, len(arguments))
-    return [item.num_found for item in array]
+    return [item.num_assigned for item in array]
 
 
 def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tensor | Status]:
