@@ -15,7 +15,9 @@ parent = os.getpid()
 atexit.register(lambda: os.getpid() == parent or print("at the end:", threads()))
 
 import torch
+import torch._dynamo  # seconds that each child would need
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md

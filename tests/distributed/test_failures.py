@@ -67,6 +67,7 @@ for step in range(3):
 # A program per rank that ends as any other does, but need not import everything.
 PROGRAMS = """
 import json, os, runpy, sys
+import torch._dynamo
 import meshrec.model_parallel
 
 script, arguments, errors = json.loads(sys.argv[1])
