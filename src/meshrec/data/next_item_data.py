@@ -108,15 +108,10 @@ def next_items(
     if held_out == "nothing":
         split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
     else:
-        split = (
-            _split_leave_last_out(log)
-            if held_out == "leave_last_out"
-            else _split_by_time(log, validation, test)
-        )
+        split = _hold_out_last(log) if held_out == "leave_last_out" else _split_by_time(log, validation, test)
     held_out_parts = {"validation": split.validation, "test": split.test}
     evaluated = {
-        name: _draw(indices, evaluated_users or len(indices), seed)
-        for name, indices in held_out_parts.items()
+        name: _draw(part, evaluated_users or len(part), seed) for name, part in held_out_parts.items()
     }
     samples = _TrainingSamples.of(log, split.train_stops, history, windows=windows)
     if not samples.num_samples:
@@ -222,7 +217,7 @@ def check_history(history: int) -> None:
         raise ValueError(f"history must be >= 1, got {history}.")
 
 
-def _split_leave_last_out(log: Interactions) -> _Split:
+def _hold_out_last(log: Interactions) -> _Split:
     """Hold out the last two interactions of every user with three or more."""
     firsts, stops = log.firsts, log.stops
     # Two held-out items must leave at least one for training.
