@@ -317,6 +317,7 @@ def evaluate_targets(
         torch.zeros_like(target_scores_B),
     )
     blocks = _sample_blocks(query_BD, seen, new_users, repeated)
+    is_true_BC = query_BD.new_empty(0)
     for chunk in chunks:
         for block in blocks:
             scores_BC = block.scores(chunk, similarity)
@@ -326,7 +327,8 @@ def evaluate_targets(
             # Comparisons write floats, because sums over bool are ten times slower. Masked items have the
             # score -inf, so they are not ties. Items without a score of at most the target's are above it:
             # with a NaN target score all items are, so that the target ranks last.
-            is_true_BC = torch.empty_like(scores_BC)
+            if is_true_BC.shape != scores_BC.shape:
+                is_true_BC = torch.empty_like(scores_BC)
             num_at_most_B = torch.le(scores_BC, target_scores_B1, out=is_true_BC).sum(1)
             num_below_B = torch.lt(scores_BC, target_scores_B1, out=is_true_BC).sum(1)
             equal_B = num_at_most_B - num_below_B

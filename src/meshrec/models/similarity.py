@@ -73,7 +73,9 @@ class DotProduct(Similarity):
         return (queries * items).sum(1) / self._temperature
 
     def score_matrix(self, queries: Tensor, items: Tensor) -> Tensor:
-        return queries @ items.T / self._temperature
+        scores = queries @ items.T
+        # In place: a second matrix of this size costs more than the division.
+        return scores if self._temperature == 1 else scores.div_(self._temperature)
 
     def score_within_samples(self, queries_BPV: Tensor, items_BLV: Tensor) -> Tensor:
         return queries_BPV @ items_BLV.mT / self._temperature
