@@ -1,6 +1,7 @@
 """Pipeline parallelism: model stages work on different splits (microbatches) at the same time.
 
 [Note: units, stages, splits and lanes]
+
 - A **unit** is a group of nodes in the traced model graph that always run together, such as a submodule and
   the activation after it. Units are numbered in an executable order. See ``tracing.py``.
 - A **stage** is a set of units that runs in one thread, on one device, or on one rank. Stages are numbered;
