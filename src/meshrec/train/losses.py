@@ -319,7 +319,7 @@ class NextItem(Loss):
             weights: sample weights [B]; None: all weights are 1.
 
         Returns:
-            Losses, ranks, sample weights (None: all 1), and numbers of tied items (None: not known).
+            Losses, ranks, sample weights or None (all 1), and numbers of tied items or None (not known).
         """
         is_positive = labels > 0
         return (
