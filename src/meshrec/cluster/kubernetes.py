@@ -177,6 +177,7 @@ def pytorch_job(job: JobOptions) -> dict[str, Any]:
     """Return the PyTorchJob manifest (kubeflow.org/v1) for a training job, to be written as YAML."""
 
     def replica(number: int) -> dict[str, Any]:
+        """Return the ReplicaSpec for ``number`` identical pods."""
         pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
         pod["spec"]["containers"][0]["name"] = "pytorch"  # required by the operator
         return {"replicas": number, "restartPolicy": "OnFailure", "template": pod}

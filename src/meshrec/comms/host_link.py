@@ -73,7 +73,7 @@ class _Refused(OSError):
 
 
 class Address(NamedTuple):
-    """Where peers find the board of a rank; see csrc/host/host_link.cpp."""
+    """Location of a rank's board, the shared memory area that peers map; see the module docstring."""
 
     pid: int
     descriptor: int

@@ -66,10 +66,10 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
 
 
 def expect_misses(mapping: Mapping) -> None:
-    """Tell the system that the file exceeds memory, so most reads will miss the page cache.
+    """Prepare for a file larger than memory, for which most reads miss the page cache.
 
-    The system then reads single pages, without readahead, and a lookup requests all pages that it needs
-    before it reads the first. No effect without the kernels.
+    Turns off the operating system's readahead (``MADV_RANDOM``). Table lookups then prefetch all their pages
+    at once (``MADV_WILLNEED``). Does nothing if the compiled library is not available.
     """
     if _library is not None:
         _library.meshrec_expect_misses(mapping.guard)

@@ -296,13 +296,13 @@ class Lookahead:
         return None if self._current is None else self._current.take(module, features)
 
     def _find_inputs(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
-        """Find the inputs of the recorded calls in the batch.
+        """Search the batch for the input tensor of every call, and return the calls with the input's path.
 
-        If the input for a module is not found, log a warning, or raise ValueError if strict.
+        If a module has no input in the batch, log a warning, or with ``strict`` raise ValueError.
 
         Args:
-            seen: (module name, module, input) for every call in the forward pass.
-            batch: batch with which the forward pass was called.
+            seen: calls recorded in the first forward pass, as (module name, module, input).
+            batch: batch of this forward pass.
         """
         calls = [Call(name, module, path_to(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}

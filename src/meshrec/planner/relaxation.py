@@ -55,11 +55,13 @@ class Box(NamedTuple):
 
 
 class Relaxation:
-    """Linear program of the relaxation, with the cutting planes found so far. It is solved for many boxes.
+    """Linear relaxation of the planning problem, with the cutting planes found so far.
+
+    Branch and bound solves it repeatedly, with different limits on the load in every phase (a `Box`).
 
     Args:
         problem: planning problem.
-        scale: unit for all loads, in seconds.
+        scale: all loads are divided by this number of seconds.
         deadline: ``time.perf_counter`` time after which no cuts are added.
     """
 

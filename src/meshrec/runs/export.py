@@ -329,9 +329,10 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
 
 
 def _allocate_rows(model: nn.Module) -> nn.Module:
-    """Return the model with uninitialized memory for all table rows, which were built on the meta device.
+    """Allocate the table rows of a model built on the meta device. The new rows are uninitialized.
 
-    Collections with another row storage than plain tensors are replaced, so the result may be a copy.
+    A collection with a table in a file (`FileRows`) is replaced by a new collection, and the result is then a
+    copy of the model. Without such tables, the model itself is changed and returned.
     """
     # Replacements by ID of the replaced module.
     memo: dict[int, nn.Module] = {}

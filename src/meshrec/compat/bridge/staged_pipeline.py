@@ -214,6 +214,7 @@ class SparseDataDistUtil:
         """
 
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
+            """Return the rows for the features if their exchange was started early, else None."""
             for batch in self._batches:
                 if batch.error is not None and path_to(batch.batch, features) is not None:
                     raise batch.take_error()

@@ -59,10 +59,10 @@ class AttentionBiases(NamedTuple):
 
 
 class AttentionResults(NamedTuple):
-    """Kernel argument for the backward pass: the output gradient, and for softmax two tensors [M, H].
+    """Kernel argument with the inputs that only the backward pass needs, for M queries and H heads.
 
-    ``log_sums`` is the log-sum-exp of a query's scores. ``deltas`` is the dot product of output and output
-    gradient.
+    ``grad`` is the output gradient. The other tensors [M, H] are read for softmax only: ``log_sums`` has the
+    log-sum-exp of the scores, and ``deltas`` the dot product of output and ``grad``.
     """
 
     grad: Any

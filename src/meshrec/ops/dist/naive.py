@@ -52,7 +52,7 @@ class _Router(NamedTuple):
     """Rank, use and first row per route; [Q]."""
 
     def num_rows(self, use: int) -> int:
-        """Return the number of rows in the table that a use reads."""
+        """Return the row count of the use's table."""
         return self.cuts[use][-1]
 
 
