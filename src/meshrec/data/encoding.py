@@ -24,7 +24,7 @@ class RowOrigin(NamedTuple):
 
 
 class RowChecks(NamedTuple):
-    """Result of checking a table's rows, updated while the rows are encoded."""
+    """Validator of a table's rows while they are encoded, with a mask of the rows that are valid so far."""
 
     origin: RowOrigin
     """Where the rows were read from, for messages."""

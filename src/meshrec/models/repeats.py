@@ -58,7 +58,7 @@ class PrefixItems(NamedTuple):
     ids_BL: Tensor
     """Item IDs in the padded histories, int64."""
     is_last_BPL: Tensor
-    """Whether position l is in prefix p, and is holds the last occurrence of this item in the prefix."""
+    """Whether position l is in prefix p, and holds the last occurrence of this item in the prefix."""
     scores_BPL: Tensor
     """``w @ f`` for the item at position l in prefix p; undefined where ``is_last_BPL`` is false."""
 
@@ -128,7 +128,9 @@ class RepeatScores(nn.Module):
 
 
 def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> PrefixItems:
-    """Find the distinct items in history prefixes, and compute ``w @ f`` for them.
+    """Find the distinct items in every history prefix, and score each by its count and age in the prefix.
+
+    The score is ``w @ f`` in [Note: repeated items].
 
     Args:
         weight_F: ``RepeatScores.weight``, float32 [7].

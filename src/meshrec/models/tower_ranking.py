@@ -58,15 +58,15 @@ class TowerRanking(nn.Module):
         self.samples = StepSamples()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the training loss per sample or, in evaluation mode, the loss and rank per target.
+        """Return the loss per sample and, in evaluation mode, also the target's rank and ties.
 
         Args:
             dense_features: Dense values, [B, dense_in_features].
             sparse_features: IDs for all features.
 
         Returns:
-            In training mode, [B, 2]: a column with the loss, and a column with zeros. In evaluation mode,
-            the result from `evaluate_targets`, [B, 3].
+            In training mode, [B, 2]: a column with the in-batch loss, and a column with zeros. In evaluation
+            mode, [B, 3]: loss over all ranked items, rank and number of ties, see `evaluate_targets`.
         """
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])

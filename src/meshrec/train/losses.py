@@ -66,7 +66,7 @@ class Loss(ABC):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        """Compute metrics. ``ranks`` has the arguments ``group`` and ``gather`` of `metrics`."""
+        """Implement `metrics`. ``ranks`` has the keyword arguments ``group`` and ``gather``."""
 
     @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:

@@ -572,9 +572,13 @@ def _check_labels(features: "Features", loss: Loss) -> None:
 
 
 def _check_classes(features: "Features", loss: Loss) -> None:
-    """Raise ValueError unless class labels have the loss `Softmax`, and query labels the loss `Ranking`.
+    """Check that the loss fits labels of the kinds "class" and "query".
 
-    Other labels must not have these losses.
+    A class label needs the loss `Softmax` with the same classes. A query label must follow one other label,
+    and needs the loss `Ranking`. Both losses are for these labels only.
+
+    Raises:
+        ValueError: the loss does not fit the labels.
     """
     labels = features.labels
     classes = labels[0].classes if labels and labels[0].kind == "class" else ()

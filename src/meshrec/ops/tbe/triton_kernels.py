@@ -83,9 +83,14 @@ def _load_rows(
 
 @triton.jit
 def _load_bag_ranges(fields, offsets, BAGS: tl.constexpr):
-    """Return the bags that this program handles: numbers, which of them exist, first and end ID.
+    """Load the ID ranges of the bags that this program handles.
 
-    The last result is the first ID of the whole lookup.
+    Returns:
+        - Bag numbers in the lookup, int64 [BAGS].
+        - Whether a bag exists. The last program may have fewer than BAGS bags.
+        - Index of each bag's first ID, int64 [BAGS].
+        - Index after each bag's last ID, int64 [BAGS].
+        - Index of the lookup's first ID.
     """
     bags = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     is_valid = bags < tl.load(fields + 3)

@@ -750,7 +750,7 @@ class KeyOrderedRows:
         return snapshot
 
     def close(self) -> None:
-        """Close the snapshot."""
+        """Free the log of old rows, if this object is a snapshot; see `snapshot`."""
         if self._frozen is not None:
             self._frozen.close()
 
@@ -801,7 +801,7 @@ class HashedRows(ExternalRows):
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """Format of the row values alone, as in a fixed table with the same dtype."""
+        """Row format of a fixed table with the same dtype, that is, without the eviction policy's parts."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property
