@@ -52,7 +52,7 @@ class _Router(NamedTuple):
     """Rank, use and first row per route; [Q]."""
 
     def num_rows(self, use: int) -> int:
-        """Return the row count of the use's table."""
+        """Return a table's row count, given the number of a use (a pair of feature and table)."""
         return self.cuts[use][-1]
 
 
