@@ -213,6 +213,7 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
 
 
 def _has(parts: Sequence[Parts], part: "Part") -> bool:
+    """Return whether any row belongs to ``part``. ``parts`` has the part per row, an array per block."""
     return any((block == part).any() for block in parts)
 
 

@@ -46,7 +46,11 @@ def cast_weights_once() -> Iterator[None]:
 
 
 def computes_in_bf16(input: Tensor) -> bool:
-    """Return whether dense layers compute in bf16 for ``input``. They do so on a CPU under bf16 autocast."""
+    """Return whether MeshRec's dense layers cast ``input`` and their weights to bf16 themselves.
+
+    True on a CPU under bf16 autocast, except in traced or compiled code. On GPUs, the layers leave the casts
+    to autocast, so the result is False.
+    """
     # Traced, compiled, vmapped and wrapped tensors follow autocast's own rules.
     return (
         type(input) is Tensor  # first: proxies fail on the other attributes

@@ -27,7 +27,7 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Kind of slots occupied by a candidate's pieces: ranks or nodes, and whether within one node."""
+    """Where the pieces of a split table may be placed; the module docstring defines a piece."""
 
     RANKS = 0
     """Distinct ranks."""

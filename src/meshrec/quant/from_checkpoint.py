@@ -143,15 +143,15 @@ def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
 
 
 def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
-    """Convert a whole fixed table to the new data type, given the rows in consecutive blocks.
+    """Convert the rows of a table without hashed keys to a new data type, block by block.
 
     Args:
         config: table config with the new data type.
-        blocks: rows, [n, D].
+        blocks: all rows in order, in blocks [n, D].
         rounding: see ``quantize``.
 
     Returns:
-        Row memory of the table.
+        All converted rows, in the memory layout of ``storage_of(config)``.
     """
     # Allocate the result once, and fill it block by block: only a block of original rows is in memory.
     storage, first = storage_of(config), 0

@@ -202,11 +202,14 @@ def write_recommendations(out: Path, recommender: Recommender, best: Iterator[tu
 def recommendation_tables(
     recommender: Recommender, best: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[pa.Table]:
-    """Convert recommendations to tables with the rows of `write_recommendations`, a table per user batch.
+    """Convert recommendations to Arrow tables, with a row per user and item.
 
     Args:
         recommender: the recommender.
         best: output of `recommendations`.
+
+    Yields:
+        A table per user batch, with the columns user, rank (from 1), item and score.
     """
     # Index of the batch's first user among all users.
     first = 0

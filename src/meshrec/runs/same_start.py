@@ -157,7 +157,9 @@ def _format_by_rank(values: list[str]) -> str:
 
 
 def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """Find the options of a data source with paths of existing files or folders.
+    """Find the paths of existing files and folders among the options of a data source.
+
+    Lists and nested data sources are searched, too.
 
     Args:
         value: the data source, or an option in it.

@@ -90,10 +90,13 @@ class Connections:
         return None
 
     def add(self, connection: "Connection") -> str | None:
-        """Register a new connection, closing the slowest one if there are too many.
+        """Register a new connection. At a connection limit, close the slowest one.
+
+        If all of them only wait for the server's answer, none is closed, and the new connection must be
+        refused. A refused connection is registered as well, because it continues reading for some seconds.
 
         Returns:
-            Reason for refusing the connection, or None.
+            Reason why the caller must refuse the connection, or None.
         """
         siblings = self._by_client.get(connection.owner, {})
         limits = self.limits

@@ -15,7 +15,7 @@ from meshrec.tables.table import Rectangle
 
 
 class RowGradients(NamedTuple):
-    """Gradient of a rectangle, for the rows that a batch touches only."""
+    """Sparse gradient of a table shard (a `Rectangle`), with only the rows touched by a batch."""
 
     rows: Tensor
     """Touched rows or slots, ascending, int64 [U]."""

@@ -106,8 +106,10 @@ def data_source(
     """Write Ray Data datasets to Parquet files, and return a data source for the files.
 
     Ray executes the datasets once, on all nodes. Ranks then read the files, so a restarted run can continue
-    at the exact sample, on any number of workers. A Ray stream does not have such a position. Data parts that
-    exist already are not written again.
+    at the exact sample, on any number of workers. A Ray stream does not have such a position.
+
+    A restarted run reuses the files: a dataset is not written if ``folder`` already has the folder ``train``,
+    ``validation`` or ``test`` for it.
 
     Args:
         train: training rows, or all rows if ``options`` have a split.

@@ -111,7 +111,7 @@ class RunFolder:
 
     @property
     def phases(self) -> Path:
-        """Path to the file with measured times per phase of a step and rank."""
+        """Path to the file with the measured duration of every training step phase on every rank."""
         return self.path / "phases.jsonl"
 
     @property

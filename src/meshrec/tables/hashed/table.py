@@ -678,8 +678,8 @@ class KeyOrderedRows:
     is valid until an ID is admitted or evicted.
 
     Args:
-        table: rectangle.
-        first: position of the rectangle's first row in the whole table.
+        table: rows in a rectangle of the hashed table.
+        first: number of rows in the whole table before the first row in this rectangle.
     """
 
     is_growable = True

@@ -191,7 +191,14 @@ def _permute_bags(
 
 
 def _segment_sums(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
-    """Sum values by segment. ``csr_seg`` has the segment boundaries, in batches of ``batch_size`` values."""
+    """Sum values by segment.
+
+    Args:
+        batch_size: number of values that ``csr_seg`` counts as 1.
+        csr_seg: offsets of the segments, [segments + 1]. Segment s has the values from
+            ``csr_seg[s] * batch_size`` to ``csr_seg[s + 1] * batch_size``.
+        values: values of all segments, concatenated.
+    """
     counts = csr_seg.diff() * batch_size
     segments = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
     return values.new_zeros(counts.numel()).index_add(0, segments, values[: segments.numel()])
