@@ -45,6 +45,7 @@ def relu(input: Tensor) -> Tensor:
 
 
 def _buffered_relu(input: Tensor) -> Tensor:
+    """Compute ``torch.relu`` into memory kept from earlier training steps, with a gradient."""
     # A separate function, because TorchScript cannot parse the call of an autograd function.
     return _Relu.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -67,7 +67,7 @@ class BoostedTrees(nn.Module):
         self.register_buffer("roots", roots, persistent=False)
 
     def set_trees(self, trees: list[Branch | Leaf]) -> None:
-        """Replace all trees in the module. If there are fewer than ``num_trees``, the others return 0.
+        """Replace all trees in the module. With fewer than ``num_trees`` trees, the missing ones return 0.
 
         Args:
             trees: Root of every tree.

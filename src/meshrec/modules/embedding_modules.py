@@ -77,7 +77,10 @@ class TableCollection(nn.Module, ABC):
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
-        """Return the name of the attribute with the table submodules, and its ModuleDict (by table name)."""
+        """Return the name of the attribute that holds the table submodules, and the attribute's value.
+
+        The value is a ModuleDict keyed by table name.
+        """
 
     def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
         """Return the config and the weight for every table, by parameter name."""
@@ -140,7 +143,7 @@ class TableCollection(nn.Module, ABC):
         self._updater = updater
 
     def seed_by(self, names: Mapping[str, str]) -> None:
-        """Set ``seed_name``, from which the seed for initial rows is derived, in some table configs.
+        """Set the field ``seed_name`` in some table configs. It determines the seed for initial rows.
 
         Args:
             names: New seed name, by table name. Other tables are unchanged.
@@ -195,7 +198,7 @@ class TableCollection(nn.Module, ABC):
         return [] if self._updater is None else self._updater.admission_evictions
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
-        """Return the hashed tables by table index, without those in the form for exported packages."""
+        """Return the hashed tables by table index. Leaves out tables that `serve` has replaced."""
         tables = {}
         holders = self.table_holders()[1]._modules
         for index, config in self._lookup.hashed.items():
@@ -213,11 +216,14 @@ class TableCollection(nn.Module, ABC):
         self._lookup.serve(served)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
-        """Return the tensor from which kernels read rows, for every table.
+        """Return one tensor per table, from which kernels read rows.
+
+        For most tables this is the weight parameter. A hashed table's weight parameter is an empty
+        placeholder, so the kernels read the table's row memory instead.
 
         Args:
             weights: Weight parameter for every table.
-            hashed: Hashed tables by table index. Their weight parameter is an empty placeholder.
+            hashed: Hashed tables by table index. None: there are none.
 
         Raises:
             ValueError: A hashed table would receive gradients without a fused optimizer.
@@ -500,9 +506,9 @@ class EmbeddingCollection(TableCollection):
 def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
     """Give tables with the same name in different collections different seeds for initial rows.
 
-    The seed is derived from the full path of such a table, and from the name of every other table. Tables
-    with a unique name keep their seed, because a changed seed would also change rows that no checkpoint
-    contains, because they were never read.
+    If several collections use a table name, the seeds of these tables are derived from their full paths.
+    A table with a unique name keeps the seed derived from the name alone. A new seed would change initial
+    rows that were never read, and a checkpoint does not contain these rows.
 
     Args:
         collections: Collections by module path.
@@ -520,7 +526,10 @@ def seed_by_path(collections: Mapping[str, TableCollection]) -> None:
 
 
 def module_dict_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """Return a ModuleDict with table modules. Names of ModuleDict methods, such as "items", are allowed."""
+    """Return a ModuleDict that holds the given table modules by table name.
+
+    Unlike with the ModuleDict constructor, a table may be named like a ModuleDict method, such as "items".
+    """
     holder = nn.ModuleDict()
     # ModuleDict rejects method names as keys, but "items" is a common table name.
     holder._modules.update(tables)

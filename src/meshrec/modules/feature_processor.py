@@ -17,7 +17,7 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class FeatureProcessor(nn.Module, ABC):
-    """Base class for modules which give the IDs of one feature weights before the lookup.
+    """Base class for modules which assign a weight to every ID of a single feature, before the lookup.
 
     A subclass may also transform the bags.
     """
@@ -28,7 +28,7 @@ class FeatureProcessor(nn.Module, ABC):
 
 
 class FeatureProcessorsCollection(nn.Module, ABC):
-    """Base class for modules which give the IDs of several features weights before the lookup.
+    """Base class for modules which assign a weight to every ID of several features, before the lookup.
 
     A subclass may also transform the bags.
     """

@@ -19,7 +19,8 @@ from meshrec.ops.attention import Bias, Mask, jagged_attention
 class Tokens(NamedTuple):
     """Layout of a batch of token sequences: where every sample starts, and which tokens are new.
 
-    New tokens are those whose keys and values are not in the KV cache.
+    The keys and values of *cached* tokens are in the KV cache. All other tokens are *new*. A batch has B
+    samples with N tokens in total: K cached and M new tokens.
     """
 
     offsets_B1: Tensor
@@ -88,7 +89,7 @@ class Tokens(NamedTuple):
         fill.
 
         Args:
-            cached: Keys and values for cached tokens, [layers, K, S].
+            cached: Keys and values for cached tokens, [layers, K, S] with S = ``HSTUBlock.cache_width``.
             num_new: New token count M.
 
         Returns:

@@ -91,16 +91,17 @@ def with_copied_keys(
     """Copy keys of the input, so that some lookups can replace IDs without changing the IDs for other
     lookups.
 
-    Lookups of the same feature in several tables read the same key. A table that replaces IDs, by hashes or
-    by slots, needs a separate copy.
+    A *lookup* is a (table, feature) pair. Lookups of the same feature in several tables read the same key. A
+    table that replaces IDs by hashes, or by slots (row positions in memory), needs a separate copy.
 
     Args:
         features: Input.
         positions: For every lookup, the position of the key which it reads.
-        uses: Numbers of the lookups which get a copy.
+        uses: Indices in ``positions`` of the lookups which get a copy.
 
     Returns:
-        The input with a copied key appended for every entry of ``uses``, and the new ``positions``.
+        The input with a copied key appended for every entry of ``uses``, and a new list ``positions``, in
+            which these lookups read the copies.
     """
     if not uses:
         return features, list(positions)

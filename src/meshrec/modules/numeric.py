@@ -67,7 +67,10 @@ class PiecewiseLinear(nn.Module):
 
     @property
     def widths(self) -> Tensor:
-        """Bin widths, [N, T]: 1 for a feature without bins, and 0 for bins a feature does not have."""
+        """Bin widths, [N, T].
+
+        A feature without bins has width 1 at entry 0. Entries for bins that a feature lacks are 0.
+        """
         return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
 
     def forward(self, values: Tensor) -> Tensor:

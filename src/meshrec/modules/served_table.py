@@ -18,7 +18,9 @@ INDEX = ("buckets", "added", "added_rows")
 
 @final
 class ServedRows:
-    """Reads the rows of an unsharded hashed table in key order, block by block, to copy them into a package.
+    """Reads the rows of an unsharded hashed table, to copy them into an exported package.
+
+    The rows come block by block, sorted by key (the hash of the ID). A row has C elements in memory.
 
     Args:
         table: Table to read, which must not change while this object is used.
@@ -49,23 +51,25 @@ class ServedRows:
             yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
-        """Return the tensors with which the exported program finds rows by key, by buffer name (`INDEX`)."""
+        """Return the tensors with which the exported program finds a row by key.
+
+        They are keyed by the buffer names in `INDEX`.
+        """
         # No rows are added yet. A server may add rows later without rewriting the package.
         tensors = pack_buckets(self._keys), torch.empty(2, 0, dtype=torch.int64), self.empty()
         return dict(zip(INDEX, tensors, strict=True))
 
 
 class ServedTable(nn.Module):
-    """Hashed table in an exported program, as ``weight`` [n, C] in key order and buffers which index the
-    keys.
+    """Hashed table in an exported program: rows sorted by key in ``weight`` [n, C], and index buffers.
 
-    The tensors here are only examples with the right dtypes, with which a program is traced. The exported
-    package contains the real tensors.
+    The tensors in this module are only examples with the right dtypes, with which a program is traced. The
+    exported package contains the real tensors, which ``ServedRows`` reads from the ``HashedTable``.
 
-    It is not a ``TableModule``, because it does not hold a ``Table``: rows cannot be streamed, loaded,
-    updated or snapshot. torch.export needs row memory and index as plain tensors of free size that the kernel
-    reads, while a hashed table's row memory moves as it grows, and its index is a C++ object. ``ServedRows``
-    reads the package's rows from the ``Table``.
+    torch.export requires that the kernel reads rows and index from plain tensors of dynamic size. A
+    ``HashedTable`` does not have these: its row memory moves as it grows, and its index is a C++ object. So
+    this module is not a ``TableModule``, and its rows cannot be streamed, loaded, updated, or captured in a
+    snapshot.
 
     Args:
         storage: Row layout and table options.
@@ -86,7 +90,9 @@ class ServedTable(nn.Module):
             self.register_buffer(name, tensor)
 
     def key_index(self) -> KeyIndex:
-        """Return the arguments from which the kernel finds rows by key, and computes rows for unknown IDs."""
+        """Return the kernel arguments: the index that finds rows by key, and the random initialization from
+        which the kernel computes rows for unknown IDs.
+        """
         buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
         first = unknown_row_init(self.storage)
         return KeyIndex(buckets, added, added_rows, self.storage.keys.seed, first)

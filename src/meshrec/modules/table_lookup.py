@@ -124,7 +124,7 @@ class TableLookup:
         return int(self._num_clamped)
 
     def serve(self, tables: Mapping[int, ServedTable]) -> None:
-        """From now on, read some hashed tables in their read-only form for exported programs.
+        """Use the read-only form for exported programs of some hashed tables in all later lookups.
 
         Args:
             tables: Read-only form, by table index.
@@ -132,7 +132,7 @@ class TableLookup:
         self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
-        """Return the position of the key which every lookup reads.
+        """Return, for every lookup, the position of the feature among the input's keys.
 
         Args:
             features: Input.
@@ -240,9 +240,9 @@ class TableLookup:
         return self._look_up(weights, lookups, options)
 
     def _can_probe_in_kernel(self, tables: Mapping[int, HashedTable]) -> bool:
-        """Return whether the lookup kernel itself can find the slots of hashed tables.
+        """Return whether the lookup kernel itself can find the slots (row positions) in hashed tables.
 
-        It can without training, and if all rows are in memory.
+        It can if gradients are disabled, all rows are in memory, and no other table has an index.
         """
         if torch.is_grad_enabled() or self._indexes:
             return False
@@ -251,7 +251,8 @@ class TableLookup:
     def _resolve_hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
         """Replace IDs for hashed tables by slots, which are positions of rows in memory.
 
-        The slots are not given to other rows while the result exists.
+        With gradients enabled, the tables do not reuse these slots for other rows while the result exists.
+        Otherwise they may, because the lookup follows at once.
         """
         return self._resolve_slots(
             lookups, tables, {t: table.storage.keys.seed for t, table in tables.items()}

@@ -141,7 +141,8 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
         norm_type: p in the p-norm.
 
     Returns:
-        Total norm before scaling, a scalar tensor; None if no parameter has a gradient.
+        Total norm before scaling, a scalar tensor; None if no parameter has a gradient and none belongs to a
+            sharded model.
     """
     norms = _norms(parameters, norm_type)
     if not norms:
@@ -158,10 +159,11 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 
 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Return norms whose p-norm is the total gradient norm.
+    """Return a list of partial norms. The p-norm of this list is the total gradient norm.
 
-    There is a norm per parameter that is whole on this rank, and a norm per group of ranks for all parameters
-    sharded over it. Collective if some parameters are sharded.
+    The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). For
+    every group of ranks over which a model is sharded, it also has the joint norm of the sharded parameters'
+    gradients on all these ranks. Collective if there is such a group.
 
     Args:
         parameters: Parameters with the gradients.

@@ -71,9 +71,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return False.
+        """Return False: this optimizer does not unscale gradients itself. ``GradScaler.step`` reads this.
 
-        Raise ValueError if the backward pass updates tables, which a GradScaler cannot serve.
+        Raise ValueError if the backward pass updates tables. The updates have then used scaled gradients
+        already.
         """
         # GradScaler.step reads this first. It would skip parameters whose gradients are already consumed.
         if self.updates_in_backward:

@@ -54,7 +54,7 @@ class NamedGroup(dict[str, Any]):
 
 
 def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
-    """Return a list in which names replace positions (ints). Names stay as they are."""
+    """Return a list in which ints (positions) are replaced by names. Strings stay as they are."""
     return [names[param] if isinstance(param, int) else param for param in params]
 
 

@@ -281,8 +281,8 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
     ``z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2``, and then ``w = -sign(z) * max(|z| - l1, 0) /
     ((beta + sqrt(n)) / lr + l2)``. McMahan et al.: "Ad click prediction: a view from the trenches" (2013),
     algorithm 1, where ``lr`` is alpha. ``n`` (``sum``) starts at ``initial_accumulator_value``, ``z``
-    (``linear``) at 0. Because ``w`` follows from them, tables usually start with zeros. L2 weight decay is
-    added to the gradient and differs from ``l2``.
+    (``linear``) at 0. Every update computes ``w`` again from ``z`` and ``n``, so tables usually start with
+    zeros. L2 weight decay is added to the gradient and differs from ``l2``.
 
     Raises:
         ValueError: A hyperparameter is out of range; ``lr`` is 0, by which the formula divides; or weight
@@ -307,7 +307,7 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowWiseRMSpropAR(OptimizerSpec, kind=OptimizerKind.ROW_WISE_RMSPROP_AR):
-    """Row-wise RMSprop with adaptive regularization: rows shrink by the steps since their last update.
+    """Row-wise RMSprop with adaptive regularization: the longer a row was not updated, the more it shrinks.
 
     ``v = ema_beta * v + (1 - ema_beta) * mean(g^2); w = shrinkage * w - lr * g / (sqrt(v) + eps)``, where
     ``shrinkage = max(min_shrinkage, 1 - lr * ar_alpha * (t - prev_iter))`` and ``prev_iter`` is the step of

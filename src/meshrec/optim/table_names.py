@@ -82,7 +82,7 @@ def by_module(
 
 
 def _owners(tables: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the paths of the modules that have a table with a name, by table name."""
+    """Return, for every table name in a config, the paths of all modules with such a table."""
     owners: dict[str, list[str]] = {}
     for path, names in tables.items():
         for name in names:

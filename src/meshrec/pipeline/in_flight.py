@@ -95,9 +95,9 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
 
 @functools.lru_cache
 def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
-    """Return a function which lists the attributes or items of an instance of the type ``kind``.
+    """Return a function which lists the parts (attributes or items) of an instance of the type ``kind``.
 
-    The function returns pairs (step to the part, part).
+    The function returns a list of pairs: the `PathStep` that leads to the part, and the part itself.
     """
     if issubclass(kind, Mapping):
         return lambda mapping: [(PathStep(name, True), part) for name, part in mapping.items()]
@@ -349,10 +349,11 @@ def _describe_write(
 
 
 def _module_mode(module: Collection) -> tuple[Any, ...]:
-    """Return the state on which a lookup depends, except IDs and weights.
+    """Return the settings of a module on which a lookup depends, in addition to IDs and weights.
 
-    This is the identity of the tables, grad mode, and ``requires_grad`` of every parameter. It changes on all
-    ranks or on none, so all ranks agree on whether a lookup is used.
+    They are the identity of the object ``module.tables``, whether gradients are enabled, and
+    ``requires_grad`` for every parameter. They change on all ranks or on none, so all ranks agree on whether
+    a lookup started earlier is still valid.
     """
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained

@@ -363,8 +363,13 @@ class Lookahead:
                     batch.route(call.module, object_at(batch.batch, call.path))
 
     def _end(self, decision: _Decision) -> None:
-        """Record that no batch follows. Also record an error to raise, if a loader failed, or with
-        ``uneven="error"`` if only some ranks have ended.
+        """Record that no batch follows, and the error to raise after the last batch, if any.
+
+        There is an error if a loader has failed. With ``uneven="error"`` there is also an error if some ranks
+        still have a batch. Otherwise these ranks log a warning that they drop the batch.
+
+        Args:
+            decision: result of the status exchange.
         """
         self.has_ended, self._failure = True, decision.error
         if decision.error is not None or len(decision.ended) == self._axis.size:

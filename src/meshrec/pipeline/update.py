@@ -38,10 +38,10 @@ class Update:
         """Context for the forward and backward pass of a batch.
 
         Args:
-            steps: whether the optimizer steps after this batch. If not, dense gradients are not reduced over
-                ranks.
-            late: whether ``after_backward`` will wait for the dense gradient reduction. If not, the backward
-                pass waits.
+            steps: whether the optimizer steps after this batch. If not, this batch's dense gradients are not
+                reduced over ranks yet.
+            late: True: the backward pass only starts the reduction of dense gradients over ranks, and
+                ``after_backward`` waits for it. False: the backward pass waits for it.
         """
         with ExitStack() as stack:
             if not steps:
@@ -80,10 +80,11 @@ class Update:
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Return whether the module's tables will not change until the next forward pass.
+        """Return whether rows that are looked up now are still valid in the next forward pass.
 
-        This is so if all tables have fused optimizers, or if the pipeline's optimizer has all table
-        parameters.
+        They are if all tables have fused optimizers, because these tables count their updates. They also are
+        if the pipeline's optimizer has all table parameters. Otherwise an unknown optimizer may still change
+        the rows.
         """
         if not module.has_ordinary_gradients:
             return True  # the tables count their updates

@@ -185,7 +185,7 @@ class RankPool:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill all processes that still run, and remove the folder in which they met."""
+        """Kill all processes that still run, and remove the folder with the FileStore that they shared."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
