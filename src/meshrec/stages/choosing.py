@@ -97,15 +97,19 @@ def best_cut(
     *,
     shared: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> StageCut:
-    """Return the cut with the shortest predicted step in which no unit reads a value from a later stage.
+    """Return the cut into ``num_stages`` stages with the shortest predicted step time.
+
+    A cut assigns every unit, which is a group of graph nodes, to a stage. Only cuts in which no unit reads a
+    value from a later stage are considered.
 
     Args:
         costs: seconds per split for every unit, in an executable order.
         needs: for every unit, the numbers of the units from which it reads results.
-        num_stages: stage count, each with at least one unit.
-        num_splits: splits per batch.
-        links: seconds per split and direction to send all values across a cut, by cut position. A position
-            is an int with bit u set for every unit u before the cut. Missing positions take 0 seconds.
+        num_stages: stage count. Every stage gets at least one unit.
+        num_splits: splits (microbatches) per batch.
+        links: seconds per split to send all values across a cut in one direction, by cut position. A cut
+            position is an int with bit u set for every unit u before the cut. Missing positions take 0
+            seconds.
         shared: for every parameter used by several units, the numbers of these units. They get the same
             stage.
 
@@ -160,6 +164,7 @@ def best_cut(
     total = forward[everything] + backward[everything]
 
     def seconds(part: _Prefix) -> float:
+        """Return the predicted seconds per step of a complete cut, by the formula in the module docstring."""
         return total + 2 * part.links + (num_splits - 1) * (part.forward + part.backward)
 
     best = min(parts[everything], key=seconds)
@@ -188,9 +193,10 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """Return a lower bound on the seconds per step over all cuts into ``num_stages`` stages.
+    """Return seconds per step which no cut into ``num_stages`` stages can beat.
 
-    If the search proved ``cut`` to be the fastest, the bound is the time of this cut.
+    If the search proved ``cut`` to be the fastest, the bound is the predicted time of ``cut``. Otherwise, the
+    bound assumes that all stages take equally long, but no less than the slowest unit.
 
     Args:
         cut: result of `best_cut` for the same arguments.
@@ -212,7 +218,10 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
 
 def _pareto_optimal(parts: Sequence[_Prefix]) -> list[_Prefix]:
-    """Drop each prefix for which another prefix is at least as fast in forward, backward and links."""
+    """Return the prefixes which are worth extending.
+
+    A prefix is dropped if another prefix is at least as fast in forward, backward and link seconds.
+    """
     unbeaten: list[_Prefix] = []
     # Sorted by the slowest forward stage, so every earlier part is at least as good there.
     for part in sorted(parts):
@@ -225,8 +234,9 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
     """Return the cut positions, smallest sets first, and whether the list is complete.
 
     A cut position is a set of units that can run before all other units, as an int with bit u set for unit u.
-    For three units that form a chain, the positions are 0b000, 0b001, 0b011 and 0b111. If there are more than
-    `MAX_CUTS` positions, return only sets that contain the first units in unit order, and False.
+    For three units in a chain, the positions are 0b000, 0b001, 0b011 and 0b111. If there are more than
+    `MAX_CUTS` positions, the list has only the sets of the first n units, for every n, and the second result
+    is False.
 
     Args:
         needs: for every unit, the numbers of the units from which it reads results.
@@ -252,9 +262,9 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
 def _positions_for_shared(
     needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]
 ) -> tuple[list[int], bool]:
-    """Return the cut positions that do not separate units with a shared parameter.
+    """Return the cut positions which keep all units with a shared parameter on the same side of the cut.
 
-    Also return whether `cut_positions` was complete. See `best_cut` for the arguments.
+    The second result is whether `cut_positions` returned all cut positions. See `best_cut` for the arguments.
     """
     positions, is_all = cut_positions(needs)
     for units in shared.values():

@@ -87,7 +87,7 @@ class _LayoutInputs:
 def layouts(
     model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, *, world_size: int, link: Link
 ) -> list[DenseLayout]:
-    """Predict the step time of DDP, FSDP2 and every possible stage count, and return the fastest first.
+    """Return the DDP layout, the FSDP2 layout and a layout per possible stage count, fastest first.
 
     Args:
         model: model that is called as ``model(dense, sparse)``. Its tables may be on the ``meta`` device.
@@ -124,7 +124,10 @@ def layouts(
 
 
 def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _LayoutInputs:
-    """Run every unit once on the global batch ``inputs``, to learn the size of every value."""
+    """Return the inputs of the comparison: the model, the batch, the machine, and the size of every value.
+
+    Runs every unit once on the global batch ``inputs``, because only results show the sizes.
+    """
     batch_values = dict(
         zip(traced.input_program.output_names, traced.input_program.module(*inputs), strict=True)
     )
@@ -169,10 +172,10 @@ def _unstaged(problem: _LayoutInputs) -> list[DenseLayout]:
 
 
 def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -> float:
-    """Return the seconds from the end of the backward pass until DDP has reduced the last gradient bucket.
+    """Return how many seconds DDP still reduces gradients after the backward pass has ended.
 
-    Simulates the backward pass through the units in reverse order. A gradient bucket is sent once it is full,
-    and buckets share a link, so a bucket waits until the previous one is sent.
+    Simulates the backward pass through the units in reverse order. DDP sends a gradient bucket once the
+    bucket is full. Buckets share a link, so a bucket waits until the previous bucket is sent.
 
     Args:
         problem: model, batch and machine.
@@ -197,7 +200,7 @@ def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -
 
 
 def _staged(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
-    """Return the fastest layout with ``num_stages`` stages, over the cuts and the split counts to try."""
+    """Return the fastest layout with ``num_stages`` stages, after trying several split counts."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes
     candidates = [
@@ -211,7 +214,7 @@ def _staged(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
 def _layout_for_splits(
     problem: _LayoutInputs, num_stages: int, num_splits: int, lane_batch: int, lanes: int
 ) -> DenseLayout:
-    """Return the layout with the best cut for given stage and split counts.
+    """Return the layout with the best cut for given numbers of stages and splits (microbatches).
 
     Args:
         problem: model, batch and machine.
@@ -264,7 +267,7 @@ def simulate(
         stages: seconds per split for every stage.
         transfers: for the link from every stage to the next, seconds that a split occupies the link in one
             direction. Splits that use the same link and direction wait for each other.
-        latency: seconds that a split takes in addition, without occupying the link.
+        latency: additional seconds until a split arrives, during which the link is free for other splits.
         num_splits: splits per batch.
     """
     count = len(stages)
@@ -321,7 +324,10 @@ def _costs(problem: _LayoutInputs, lane_batch: int, num_splits: int) -> list[Uni
 
 
 def _crossing(problem: _LayoutInputs, position: int) -> float:
-    """Return the bytes per sample of all values computed before a cut position and read after it."""
+    """Return the bytes per sample which cross a cut: values computed before it and read after it.
+
+    ``position`` is an int with bit u set for every unit u before the cut.
+    """
     # Names of values computed before the position, and read after it.
     outputs_before: set[str] = set()
     inputs_after: set[str] = set()
@@ -336,7 +342,8 @@ def _crossing(problem: _LayoutInputs, position: int) -> float:
 def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
     """Return the seconds of a ring all-reduce over ``ranks`` ranks.
 
-    A ring moves 2 (n - 1) / n times the bytes, which is how `Link.all_reduce` counts its bandwidth.
+    A ring over n ranks sends 2 (n - 1) / n times the tensor's bytes, and `Link.all_reduce` is the bandwidth
+    for these bytes. A single rank takes 0 seconds.
     """
     return 0.0 if ranks == 1 else link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.all_reduce
 

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 class StageLink(ABC):
     """Moves values from the device of the stage that computed them to the device of a stage that reads them.
 
-    Subclass it to replace the transport in `Staged`. The sending stage calls `ready` and continues. A carrier
-    thread, which exists per (sending stage, receiving stage), then calls `carry`.
+    Subclass it to replace the transport in `Staged`. The sending stage calls `ready` and continues with other
+    work. A carrier thread then calls `carry`. There is a carrier thread for every pair of a sending and a
+    receiving stage.
     """
 
     @abstractmethod
@@ -49,9 +50,9 @@ class DeviceLink(StageLink):
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def ready(self, value: Any) -> torch.cuda.Event | None:
-        """Return a CUDA event that fires once all kernels launched so far by the sending stage have finished.
+        """Return a CUDA event which fires when the kernels launched so far by the sending stage have ended.
 
-        Return None if the value has no CUDA tensor.
+        The result is None if the value has no CUDA tensor.
         """
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(value)):
             event = torch.cuda.Event()
@@ -90,6 +91,7 @@ class DeviceLink(StageLink):
             copied.record(stream)
 
         def arrive() -> Any:
+            """Make the receiving stage's CUDA stream wait for the copy, and return the copied value."""
             current = torch.cuda.current_stream(destination)
             current.wait_event(copied)
             for leaf in pytree.tree_leaves(moved):

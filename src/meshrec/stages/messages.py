@@ -49,7 +49,10 @@ class _TensorForm(NamedTuple):
 
 
 def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
-    """Pickle reducer for a pytree spec: a leaf spec is built again on loading, without stored state."""
+    """Return how to pickle a pytree spec, as a ``(function, arguments)`` tuple for loading.
+
+    A spec for a single leaf is stored as a call of ``tree_structure``. Other specs use pickle's default.
+    """
     return (pytree.tree_structure, (0,)) if spec.type is None else spec.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
@@ -98,7 +101,7 @@ class RankExchange(Exchange):
         self._sends.clear()
 
     def exchange_remaining(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """After an error, send and receive the messages in the list that have not been exchanged yet.
+        """After an error, exchange those messages in ``messages`` which this batch has not exchanged yet.
 
         Outgoing messages contain ``self.error``. Incoming messages are received and dropped.
 
@@ -119,6 +122,7 @@ class RankExchange(Exchange):
 
     @override
     def put(self, message: Message, value: Any) -> None:
+        """Start to send a value or its gradients. After an error, send the error message instead."""
         self._finished.add(message)
         # Gradients travel from a value's reader back to the source.
         peer = message.destination if message.kind == "value" else message.source
@@ -141,6 +145,11 @@ class RankExchange(Exchange):
 
     @override
     def get(self, message: Message) -> Any:
+        """Wait for a value or its gradients, and return them.
+
+        Raises:
+            RemoteStageError: the sender reports that a stage has failed.
+        """
         self._finished.add(message)
         peer = message.source if message.kind == "value" else message.destination
         header = self._receive_header(peer, message)
@@ -195,7 +204,7 @@ class RankExchange(Exchange):
         self._sends.append((work, tensor))
 
     def _receive(self, tensor: Tensor, peer: int, message: Message) -> None:
-        """Fill a tensor with the next part of ``message`` from the stage ``peer``."""
+        """Wait for the next part of ``message`` from the stage ``peer``, and write it into ``tensor``."""
         dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
 
     def _tag(self, message: Message) -> int:

@@ -203,7 +203,7 @@ def measure_stages(
 
 
 def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
-    """Return the mean forward and backward seconds per split of a stage's program.
+    """Return a stage program's forward and backward seconds per split, as means over ``depth`` passes.
 
     Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
 
@@ -227,7 +227,10 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
 
 
 def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequence[Any]) -> float:
-    """Return the seconds of a backward pass from ``results`` to ``inputs`` and the program's parameters."""
+    """Run a backward pass from ``results`` to ``inputs`` and the program's parameters; return the seconds.
+
+    The time includes adding the parameter gradients to a sum. Returns 0 if no tensor requires a gradient.
+    """
     ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
     leaves = [e for e in pytree.tree_leaves(inputs) if isinstance(e, Tensor) and e.requires_grad]
     parameters = [p for p in program.module.parameters() if p.requires_grad]
@@ -301,7 +304,11 @@ def _measure_all_units(
 
 
 def _add(gradients: Sequence[Tensor | None]) -> None:
-    """Add every gradient to itself, which takes as long as adding it to the sum over earlier splits."""
+    """Add every gradient to itself in place; None is skipped.
+
+    In training, gradients are added to a sum over earlier splits. This addition takes equally long, so it is
+    timed instead.
+    """
     for gradient in gradients:
         if gradient is not None:
             gradient += gradient
@@ -316,11 +323,11 @@ def _measure_whole(
         part: program to measure.
         batch_values: values for the whole batch, by value name.
         sizes: samples in every split.
-        values: output; receives the first split of every result, by value name.
+        values: dict to fill in. The first split of every result is added to it, by value name.
 
     Returns:
-        Seconds per batch divided by the split count. The backward time is not measured, which would
-        update the tables, but estimated as twice the forward time.
+        Seconds per batch divided by the split count. The backward time is estimated as twice the forward
+        time, because a measured backward pass would update the tables.
     """
     with torch.no_grad():
         results, seconds = _timed(part.module, *(batch_values[name] for name in part.input_names))
@@ -345,7 +352,7 @@ def _as_input(leaf: Any) -> Any:
 
 
 def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
-    """Call ``function``, and return the result and the seconds."""
+    """Call ``function`` with the arguments, and return the result and the seconds that the call took."""
     start = time.perf_counter()
     result = function(*args, **kwargs)
     return _TimedResult(result, time.perf_counter() - start)

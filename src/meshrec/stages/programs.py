@@ -45,9 +45,9 @@ class Staging(NamedTuple):
     output: fx.Node
 
     def producer_stage(self) -> dict[str, int]:
-        """Return the the stage that computes a value, by value name.
+        """Return for every computed value the number of the stage which computes it, by value name.
 
-        Values that are read from the batch are not included.
+        Values which the batch contains are not included.
         """
         programs = [
             (stage.index, p) for stage in self.stages for p in (stage.batch_program, stage.split_program) if p
@@ -55,9 +55,9 @@ class Staging(NamedTuple):
         return {name: index for index, program in programs for name in program.output_names}
 
     def consumer_stages(self) -> dict[str, list[int]]:
-        """Return the numbers of the stages that must receive a value from another stage, by value name.
+        """Return the numbers of the stages which receive a value from another stage, by value name.
 
-        Values that only the stage computing them reads are not included.
+        A value is not included if only the stage which computes it reads it.
         """
         producer_stage = self.producer_stage()
         consumer_stages: dict[str, list[int]] = {}
@@ -81,8 +81,9 @@ class StageFlow:
     Attributes:
         stage: this stage's programs.
         last: last stage number.
-        producer_stage: the stage that computes a value, by value name. Batch values are not included.
-        consumer_stages: numbers of the stages that receive a value from another stage, by value name.
+        producer_stage: number of the stage which computes a value, by value name. Values in the batch are
+            not included.
+        consumer_stages: numbers of the stages which receive a value from another stage, by value name.
         input_names: names of values this stage needs for a split: first the arguments of
             ``stage.split_program``, then ``carried`` values on the last stage.
         output: output node in the model's graph.
@@ -152,9 +153,9 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
 
 
 def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
-    """Return submodule names ``cuts`` with ``stages_at_cuts(traced, cuts) == stage_of``.
+    """Return the submodule names for which `stages_at_cuts` returns ``stage_of``.
 
-    Return an empty list if a stage starts inside a submodule, so that no names express the cut.
+    The list is empty if some stage starts inside a submodule, because no names express such a cut.
 
     Args:
         traced: traced model.
@@ -169,7 +170,7 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
 
 
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
-    """Build the programs of all stages.
+    """Return all stages with their executable programs.
 
     Args:
         traced: traced model.
@@ -206,7 +207,7 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
 
 def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
-    """Build an executable program from some nodes of the model's graph.
+    """Return an executable program for some nodes of the model's graph.
 
     Values that the nodes read from other nodes become the program's arguments. The program returns the values
     that other nodes read or that the model returns.

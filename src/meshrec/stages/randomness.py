@@ -44,7 +44,7 @@ class SplitRandomness(TorchDispatchMode):
 
 
 def _has_no_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the call is an attention operation with dropout 0, which draws no random values."""
+    """Return whether the call draws no random values because it is an attention operation with dropout 0."""
     names = [argument.name for argument in func._schema.arguments]
     return (
         "dropout_p" in names
@@ -74,7 +74,7 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the overload of an ATen operation that accepts a ``generator`` argument.
+    """Return the overload with a ``generator`` argument of the ATen operation ``func``.
 
     Raises:
         RuntimeError: the operation has no such overload.

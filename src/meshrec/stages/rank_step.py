@@ -43,7 +43,7 @@ class Lane:
         return int(seed)
 
     def broadcast_loss(self, loss: Tensor | None) -> Tensor:
-        """Send the loss of the last stage to all ranks in the lane, and return it there.
+        """Send the last stage's loss to all ranks in the lane, and return it on every rank (0-d, float32).
 
         Args:
             loss: loss for the batch (0-d) on the last stage; None on other stages.
@@ -56,13 +56,13 @@ class Lane:
         return value
 
     def raise_together(self, error: str | None, cause: BaseException | None) -> None:
-        """Raise StageError on all ranks in all lanes if any rank passes an error.
+        """Raise StageError on all ranks in all lanes if any rank passes an error; otherwise do nothing.
 
-        All ranks raise the same message, from the lowest rank with a cause.
+        All ranks raise the same message. It is the message from the lowest rank on which an exception was
+        raised, rather than from ranks which only received an error from another stage.
 
         Args:
-            error: error message, also if the error was received from another stage; None if this rank has
-                none.
+            error: error message, raised here or received from another stage; None without an error.
             cause: the original exception if it was raised on this rank, else None.
         """
         if not any_rank(error is not None, self.all_ranks):
@@ -87,8 +87,8 @@ class SplitLosses:
         train: whether to compute gradients.
 
     Attributes:
-        gradients: loss gradients with respect to the values the model returns, by split index and value
-            name. The backward pass of a split removes its entry.
+        gradients: loss gradients with respect to the values the model returns, by split index and then by
+            value name. The backward pass of a split removes the split's gradients.
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class SplitLosses:
         return join(self._outputs, self._inputs.sizes) if self._outputs else None
 
     def add(self, k: int, results: dict[tuple[str, int], Any]) -> None:
-        """Compute the output and the loss of split ``k``, and the gradients for the values the model returns.
+        """Compute and store the output and the loss of split ``k``, and the loss gradients in ``gradients``.
+
+        The gradients are computed only for training, with respect to the values the model returns.
 
         Args:
             k: split index.
@@ -144,6 +146,7 @@ class SplitLosses:
             values[name] = pytree.tree_unflatten(leaves[name], spec)
 
         def value(node: fx.Node) -> Any:
+            """Return a node's value for split ``k``, from the results of stages or from the batch."""
             return values[node.name] if node.name in computed else self._inputs.splits[node.name][k]
 
         output = fx.node.map_arg(self._output.args[0], value)
@@ -174,7 +177,14 @@ class SplitLosses:
             }
 
     def _loss_of(self, output: Any, k: int) -> Tensor | None:
-        """Return the mean loss over the samples in split ``k`` (0-d); None in evaluation without a loss."""
+        """Return the mean loss over the samples in split ``k`` (0-d).
+
+        The result is None in evaluation if the target for the criterion is missing, or if the model returns no
+        loss. In training, a missing target or loss is an error.
+
+        Raises:
+            ValueError: the target is missing in training, or the loss is not a scalar tensor.
+        """
         criterion = self._criterion
         if criterion is not None:
             if not self._targets:
@@ -265,7 +275,7 @@ class RankStep:
             self._run.tables_backward()
 
     def _run_action(self, action: str, k: int) -> None:
-        """Run an action of `schedule`, except "agree", for split ``k``."""
+        """Run an action of `schedule` other than "agree": a pass for split ``k``, or a table action."""
         run = self._run
         if action == "tables":
             run.tables()

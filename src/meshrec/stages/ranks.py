@@ -231,7 +231,7 @@ class StagedOverRanks(NamedAsModel):
 
 
 def _passed_through(staging: Staging) -> list[str]:
-    """Return the value names which the last stage receives only because the model returns them."""
+    """Return the names of the values which the last stage receives only because the model returns them."""
     producer_stage, last = staging.producer_stage(), len(staging.stages) - 1
     given = set(staging.stages[last].split_program.input_names)
     returned = [node.name for node in staging.output.all_input_nodes]
@@ -265,17 +265,17 @@ class StagePart(nn.Module):
 
         Args:
             which: "whole" or "split".
-            arguments: values that the program takes, in the order of `PartProgram.takes`.
+            arguments: values that the program takes, in the order of `PartProgram.input_names`.
 
         Returns:
-            Tuple of values, in the order of `PartProgram.gives`.
+            Tuple of values, in the order of `PartProgram.output_names`.
         """
         # The generated code looks up submodules by name, which resolves to the modules adopted here.
         return type(self._programs[which].module).forward(self, *arguments)
 
 
 def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
-    """Register the model's submodule, parameter or buffer ``target`` in ``part``, at the same path."""
+    """Add the model's submodule, parameter or buffer at the path ``target`` to ``part``, at the same path."""
     *path, last = target.split(".")
     for name in path:
         if not hasattr(part, name):

@@ -109,7 +109,7 @@ class StageRun:
 
     @property
     def stage(self) -> StageProgram:
-        """The this stage's programs."""
+        """This stage's programs."""
         return self._flow.stage
 
     @property
@@ -218,9 +218,10 @@ class StageRun:
 
     @contextmanager
     def _context(self, k: int, device: torch.device) -> Iterator[None]:
-        """Set gradient mode, autocast and random generator for the forward pass of split ``k``.
+        """Set gradient mode, autocast and random generator for the forward pass of split ``k`` in the block.
 
-        The generator's state is received from the previous stage, and sent to the next stage at the end.
+        The generator is set only if the batch has a seed. Its state comes from the previous stage, or from
+        the seed on the first stage. When the block ends, the state is sent to the next stage.
         """
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._mode.grad))
@@ -270,10 +271,10 @@ class Caller(ABC):
 
         Args:
             which: "whole" for the table lookups of the batch, "split" for the other units on a split.
-            arguments: values that the program takes, in the order of `PartProgram.takes`.
+            arguments: values that the program takes, in the order of `PartProgram.input_names`.
 
         Returns:
-            Values in the order of `PartProgram.gives`.
+            Values in the order of `PartProgram.output_names`.
         """
 
     def parameters(self) -> list[nn.Parameter]:
@@ -322,7 +323,7 @@ def make_writable(value: Any) -> Any:
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
-    """Detach the tensors in ``value`` from the autograd graph of the stage that computed them.
+    """Detach the tensors in ``value`` from the autograd graph of the stage which computed them.
 
     Args:
         value: nested container of tensors.
@@ -362,7 +363,11 @@ def _backward_pairs(
 def _autograd_grad(
     ends: Sequence[Tensor], given: Sequence[Tensor], targets: Sequence[Tensor | nn.Parameter]
 ) -> Sequence[Tensor | None]:
-    """Call ``torch.autograd.grad`` from ``ends`` with gradients ``given``; accept empty lists."""
+    """Return the gradients for ``targets``, given the gradients ``given`` for the tensors ``ends``.
+
+    Unlike ``torch.autograd.grad``, this function accepts empty lists. The gradient for a target that does not
+    contribute to ``ends`` is None.
+    """
     if not ends or not targets:
         return [None] * len(targets)
     # Some parameters may be unused in this split.

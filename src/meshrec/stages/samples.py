@@ -135,14 +135,14 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join a leaf of the results, given for every split; see `join`.
+    """Join the values that a leaf of the results has in the splits into a single value; see `join`.
 
     Args:
-        leaves: the leaf in every split.
+        leaves: the leaf's value in every split.
         sizes: samples in every split.
 
     Raises:
-        ValueError: the leaves are not tensors, and differ.
+        ValueError: the values are not tensors, and differ.
     """
     first = leaves[0]
     if not isinstance(first, Tensor):
@@ -210,7 +210,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
-    """Return two lists: suffixes to name the items in errors, such as ".x" or "[0]", and the items."""
+    """Return the names and the items of a container. A name is a suffix for errors: ".x" or "[0]"."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return [f".{name}" for name in names], [getattr(value, name) for name in names]
@@ -220,7 +220,10 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Return a function from a list of items to a container like ``value``; None if it is not a container."""
+    """Return a function which builds a container like ``value`` from a list of items.
+
+    The result is None if ``value`` is not a container.
+    """
     # Named tuples take their items as separate arguments.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)

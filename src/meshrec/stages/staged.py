@@ -207,7 +207,10 @@ class Staged(NamedAsModel):
         return max(1, -(-batch // self.choice.num_splits))
 
     def _batch(self, inputs: Inputs) -> ThreadedBatch:
-        """Prepare a batch to run: start the threads if necessary, and draw the random seed."""
+        """Return a batch which is ready to run.
+
+        Starts the threads if necessary, and draws the random seed if the model may draw random values.
+        """
         assert self._staging is not None
         if self._workers is None:
             self._workers = Workers(self._num_workers, self._num_threads)
@@ -262,7 +265,7 @@ class Staged(NamedAsModel):
     def _join_outputs(
         self, result: "Callable[[str, int], Any]", batch_values: Mapping[str, Any], sizes: Sequence[int]
     ) -> Any:
-        """Join the results of all splits, and build the model's output from them.
+        """Join the results of all splits, and return the model's output for the whole batch.
 
         Args:
             result: function returned by `_run`.
@@ -273,6 +276,7 @@ class Staged(NamedAsModel):
         producer_stage = self._staging.producer_stage()
 
         def value(node: torch.fx.Node) -> Any:
+            """Return a node's value for the whole batch, joined over all splits."""
             if node.name not in producer_stage:
                 return batch_values[node.name]
             parts = [result(node.name, k) for k in range(len(sizes))]
@@ -313,7 +317,10 @@ def extract_values(
 
 
 class _ResultLayout:
-    """Flattens the results of all splits into a tuple of tensors, as autograd functions require, and back.
+    """Flattens the results of all splits into a tuple of tensors, and restores the results from the tuple.
+
+    The tuple is needed because autograd functions return only tensors. Call `take`, then `give`, then
+    `result`.
 
     Args:
         names: names of the values which stages compute and the model returns.
@@ -349,7 +356,11 @@ class _ResultLayout:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Replace the tensors from `take` by the `_RunStages` outputs, which have an autograd graph."""
+        """Replace the stored tensors by the `_RunStages` outputs, which have an autograd graph.
+
+        Args:
+            tensors: output for every tensor from `take`, in the same order.
+        """
         for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
@@ -364,7 +375,7 @@ class _ResultLayout:
             grads: gradient for every tensor in the tuple.
 
         Returns:
-            A list with a gradient per leaf of the value; None for leaves without a gradient.
+            For every value and split, a list with a gradient per leaf; None for leaves without a gradient.
         """
         grouped: dict[tuple[str, int], list[Tensor | None]] = {
             key: [None] * len(leaves) for key, leaves in self._leaves.items()
@@ -375,7 +386,10 @@ class _ResultLayout:
 
 
 class _RunStages(torch.autograd.Function):
-    """All stages as a single autograd operation, from batch tensors to the result tensors of all splits."""
+    """Runs all stages as a single autograd operation.
+
+    Inputs are the batch tensors which require gradients. Outputs are the result tensors for all splits.
+    """
 
     @staticmethod
     @override

@@ -48,7 +48,8 @@ class Workers:
 
         Args:
             jobs: function to run, by stage number.
-            failed: called when a job fails. It must make the other jobs end, which may wait for values.
+            failed: called when a job fails. It must end the other jobs, because they may wait for values
+                which the failed job does not send.
             here: if True, run the jobs one after another in the calling thread.
         """
         if here:
@@ -64,6 +65,7 @@ class Workers:
         errors: list[BaseException] = []
 
         def guarded(job: Callable[[], None]) -> None:
+            """Run a job. If it fails, store the error and call ``failed``."""
             try:
                 job()
             except BaseException as error:
@@ -121,6 +123,10 @@ class ThreadExchange(Exchange):
 
     @override
     def put(self, message: Message, value: Any) -> None:
+        """Make a value or its gradients available to the receiving stage, on that stage's device.
+
+        A copy between devices runs in a carrier thread. Without a link or tensors, nothing is copied.
+        """
         future, link = self._future(message), self._link
         # The generator state is always on the host.
         if (
@@ -144,6 +150,7 @@ class ThreadExchange(Exchange):
 
         # Runs in a carrier thread, so that the sending stage continues meanwhile.
         def carry() -> None:
+            """Copy the value to the receiving stage's device, record the copy, and fulfill the future."""
             start = time.perf_counter()
             try:
                 arrive = link.carry(plain, ready, self._devices[destination])
@@ -163,7 +170,7 @@ class ThreadExchange(Exchange):
         return self._future(message).result()()
 
     def stop(self) -> None:
-        """Cancel all waits for messages, now and later. Called when a stage fails, so that no stage hangs."""
+        """Cancel all waits for messages, now and later, so that no stage hangs after another has failed."""
         with self._lock:
             self._broken = True
             for future in self._futures.values():
@@ -255,6 +262,7 @@ class ThreadedBatch:
         """
 
         def job(run: StageRun) -> None:
+            """Look up a stage's tables, and run the stage's forward passes."""
             run.tables()
             for k in range(self.num_splits):
                 run.forward(k)
@@ -293,6 +301,7 @@ class ThreadedBatch:
             by_split[k][name] = given
 
         def job(run: StageRun) -> None:
+            """Run a stage's backward passes, and collect the gradients for the stage's table lookups."""
             for k in reversed(range(self.num_splits)):
                 run.backward(k, by_split[k])
             run.add_to_grad()
@@ -317,12 +326,13 @@ class ThreadedBatch:
         """Run ``job`` for every stage, and raise StageError with the stage and the split if a job fails.
 
         Args:
-            job: function of a `StageRun`.
-            runs: one per stage, in the order in which to run them if ``here``.
+            job: function to call with the `StageRun` of every stage.
+            runs: a `StageRun` per stage. If ``here``, the jobs run one after another in this order.
             here: if True, run in the calling thread instead of the worker threads.
         """
 
         def named(run: StageRun) -> None:
+            """Run the job for a stage, and raise StageError with the stage's name if the job fails."""
             try:
                 job(run)
             except Exception as error:
@@ -336,7 +346,7 @@ class ThreadedBatch:
 
 
 def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
-    """Return whether autograd runs backward passes in a thread per device, which is so for CUDA devices.
+    """Return whether autograd runs backward passes in a thread per device: True if any device is CUDA.
 
     `ThreadedBatch.backward` is itself called by autograd, in the thread for a device. Backward passes in
     worker threads would need the same device thread and wait for it forever. All stages must then run
@@ -350,7 +360,10 @@ def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
 
 
 def _set_requires_grad(value: Any, flags: Sequence[bool]) -> Any:
-    """Set ``requires_grad`` in place on the leaves whose flag is True, and return ``value``."""
+    """Set ``requires_grad`` in place on every leaf with a True flag, and return ``value``.
+
+    ``flags`` has an entry per leaf.
+    """
     flat, spec = pytree.tree_flatten(value)
     for leaf, flag in zip(flat, flags, strict=True):
         if flag:

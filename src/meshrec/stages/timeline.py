@@ -9,7 +9,7 @@ Kind = Literal["forward", "backward", "tables", "copy"]
 
 
 class Event(NamedTuple):
-    """A pass or copy in a stage.
+    """A time interval in which a stage ran a pass or copied a value.
 
     Attributes:
         stage: stage number. For a copy between devices, the sending stage.
@@ -52,7 +52,10 @@ class Timeline:
         self.events.append(Event(stage, kind, split, start - self.start, now - self.start))
 
     def busy(self) -> list[float]:
-        """Return the fraction (0 to 1) of the batch time in which each stage computes, without copies."""
+        """Return for every stage the fraction (0 to 1) of the batch time in which it computes.
+
+        Copies do not count.
+        """
         if not self.events:
             return []
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)

@@ -132,10 +132,10 @@ class _Tracer(fx.Tracer):
 
 
 def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes for the model's arguments, and for attributes and items of them, such as
-    ``batch.sparse``.
+    """Return the graph nodes which only read the batch.
 
-    These nodes belong to no unit.
+    These are the model's arguments, and their attributes and items, such as ``batch.sparse``. No unit
+    contains them.
     """
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -151,7 +151,7 @@ def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
-    """Return the program `Traced.taking`, which maps the model's arguments to the batch values.
+    """Return `Traced.input_program`, which maps the model's arguments to the batch values read by units.
 
     Args:
         model: the model.
@@ -282,18 +282,25 @@ def _ancestors(node: fx.Node, inputs: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
-    """Return whether a submodule changes its input in place, such as ``nn.ReLU(inplace=True)``."""
+    """Return whether the submodule called by ``node`` works in place, such as ``nn.ReLU(inplace=True)``."""
     return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
-    """Return a unit's name: the last submodule in the unit, or the name of the first node."""
+    """Return a unit's name: the path of the submodule called last.
+
+    If the unit calls no submodule, return the name of the first node.
+    """
     modules = [str(node.target) for node in nodes if node.op == "call_module"]
     return modules[-1] if modules else nodes[0].name
 
 
 def path_of(node: fx.Node) -> str:
-    """Return the path of the submodule called by a node, or else containing the node; "" for the model."""
+    """Return the path of the submodule which the node calls.
+
+    If the node does not call a submodule, return the path of the innermost submodule with the node in its
+    forward method, or "" if that is the model.
+    """
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {"": None}

@@ -178,16 +178,16 @@ class StageValues:
         return sums
 
     def collect(self) -> None:
-        """Wait for the gradients which other stages send for this stage's table lookups, and add them up."""
+        """Wait until other stages have sent the gradients for this stage's table lookups, and sum them up."""
         for name, pieces in self._pieces.items():
             piece_gradients = self._piece_gradients.setdefault(name, [None] * len(pieces))
             for k in range(len(pieces)):
                 piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
     def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors in this stage's table lookups which have a gradient, and these gradients.
+        """Return those tensors in this stage's table lookups which have a gradient, and these gradients.
 
-        The lookups are forgotten, so that their memory can be freed.
+        The two lists have the same order. The stored lookups are dropped, so that their memory can be freed.
         """
         pieces, self._pieces = self._pieces, {}
         pairs = [
@@ -200,7 +200,11 @@ class StageValues:
         return [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
 
     def _add_users_gradients(self, name: str, k: int, total: Gradients | None) -> Gradients | None:
-        """Return ``total`` plus the gradients for a value from all other stages which read it."""
+        """Wait for the gradients for a value from all other stages which read it, and add them to ``total``.
+
+        Returns:
+            The sum, or None if no stage has a gradient for the value.
+        """
         index = self._flow.stage.index
         for user in self._flow.consumer_stages.get(name, ()):
             # In stage order, so that sums do not depend on which stage is faster.
@@ -209,7 +213,7 @@ class StageValues:
 
 
 def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients | None:
-    """Add two gradients for the same value, leaf by leaf. None stands for 0."""
+    """Return the sum of two gradients for the same value, leaf by leaf. None stands for 0."""
     if one is None or other is None:
         given = one if other is None else other
         return None if given is None else list(given)
@@ -260,7 +264,11 @@ class GradientSums:
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """Operation with a dummy result (0-d), and precomputed gradients as the gradients for its parameters."""
+    """Autograd operation whose backward pass gives precomputed gradients to parameters.
+
+    The result is a dummy (0-d). ``backward`` on it adds the gradients to ``parameter.grad`` through autograd,
+    so that hooks on the parameters run.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
