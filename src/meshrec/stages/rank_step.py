@@ -179,8 +179,8 @@ class SplitLosses:
     def _loss_of(self, output: Any, k: int) -> Tensor | None:
         """Return the mean loss over the samples in split ``k`` (0-d).
 
-        The result is None in evaluation if the target for the criterion is missing, or if the model returns no
-        loss. In training, a missing target or loss is an error.
+        In evaluation, the result is None if the criterion has no target, or if the model returns no loss. In
+        training, a missing target or loss is an error.
 
         Raises:
             ValueError: the target is missing in training, or the loss is not a scalar tensor.
