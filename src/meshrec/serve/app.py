@@ -177,7 +177,7 @@ class Routes:
             check_origin(dict(http.scope["headers"]), self._hosts)
 
     async def _freshness(self, http: HttpRequest) -> Response:
-        """Return the last delta in the weights of a model."""
+        """Return the `Freshness` of a model as JSON: number and step of the last delta, and the problem."""
         return JSONResponse(self._served(http).freshness._asdict())
 
     async def _metrics_page(self, _: HttpRequest) -> Response:
@@ -242,6 +242,7 @@ class Guard:
         """Wrap ``send`` so that responses have the header ``Connection: close``."""
 
         async def closing(message: Message) -> None:
+            """Send an ASGI message; add the header if the message starts a response."""
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)

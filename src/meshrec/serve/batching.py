@@ -231,7 +231,11 @@ class Batcher:
         return RequestError(f"{reason}. Try again later.", 503, {"Retry-After": str(seconds)})
 
     def _start(self) -> None:
-        """Start scoring the next batch, unless one is running or requests may still wait for others."""
+        """Start to score the next batch, unless a batch is running or the queue is empty.
+
+        If the batch is not full and its oldest request may still wait for further requests, set a timer
+        instead, which calls this method again.
+        """
         if self._num_running or not self._waiting:
             return
         now = time.monotonic()
@@ -250,7 +254,7 @@ class Batcher:
         running.add_done_callback(lambda future: self._finish(batch, now, future))
 
     def _on_timer(self) -> None:
-        """Try to start a batch, after requests had time to join it."""
+        """Call `_start` again, after the time for which requests may wait for a batch."""
         self._timer = None
         self._start()
 

@@ -56,7 +56,10 @@ ANSWER, ANSWERS = "answer", "answers"
 
 
 class _WaitState(NamedTuple):
-    """State in which a connection waits, from the states above, and the ``time.monotonic`` start time."""
+    """State in which a connection waits, and the ``time.monotonic`` time when the state started.
+
+    The state is one of the constants of this module, from `IDLE` to `ANSWERS`.
+    """
 
     state: str
     since: float
@@ -164,7 +167,11 @@ class Connections:
         return max(unfinished, key=lambda connection: connection.held, default=None)
 
     def _close_slowest(self, some: "Iterable[Connection]") -> bool:
-        """Close the slowest of some connections. Return False if all of them only wait for the server."""
+        """Close the slowest of some connections; see `_slowest`.
+
+        Returns:
+            Whether a connection was closed. False if each of them waits for a single answer by the server.
+        """
         slowest = self._slowest(some)
         if slowest is None:
             return False
@@ -175,11 +182,15 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the connection to close first, or None if all of them wait for a single answer.
+        """Return the connection to close first. A connection which waits for a single answer is never closed.
 
-        First choice: a connection with an incomplete request or an unread answer, for the longest time.
-        Second: the connection which has been idle longest. Last: a connection which waits for several
-        pipelined answers, because the client must resend these requests.
+        Connections with an incomplete request, with an unread answer or with a refused request come first,
+        then idle connections. Connections which wait for several pipelined answers come last, because their
+        clients would have to resend the requests. Among connections of the same rank, the result is the one
+        which has waited longest.
+
+        Returns:
+            The connection, or None if each of them waits for a single answer.
         """
         slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
@@ -263,7 +274,13 @@ class Connection(HttpToolsProtocol):
         return _WaitState(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
-        """Close this connection after the deadline. An incomplete request is answered with status 408."""
+        """Close this connection, because its state has lasted too long.
+
+        If a part of a request has arrived, the client gets status 408 first.
+
+        Args:
+            state: state in which the connection waits.
+        """
         if state in (HEADER, BODY) and not self._is_silent:
             self.refuse(408, f"the {state} of the request did not arrive in time. Send it without pauses.")
         else:
@@ -509,7 +526,7 @@ class Connection(HttpToolsProtocol):
             self._reason = 431, f"the headers of the request are larger than {limit} bytes. Send fewer."
 
     def _release(self) -> None:
-        """Stop counting the body bytes of this connection, because they are answered or refused."""
+        """Stop counting the body bytes of this connection, because its requests are answered or refused."""
         self._registry.release(self.held)
         self.held = 0
 

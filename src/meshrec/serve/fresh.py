@@ -39,7 +39,7 @@ class Freshness(NamedTuple):
     Attributes:
         delta: number of the last applied delta; None: no delta was applied.
         step: training step at which that delta was published.
-        reason: why the next delta cannot be applied; empty if it can, or without a further delta.
+        reason: why the next delta cannot be applied; empty if it can be applied, or if there is none.
     """
 
     delta: int | None
@@ -48,7 +48,7 @@ class Freshness(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How the weights of a package are quantized, so that rows of deltas can be quantized alike.
+    """How the weights of a package are quantized. Deltas (published weight updates) are quantized likewise.
 
     Attributes:
         types: `DataType` names, such as ``INT8``, by weight name. Floating-point weights are absent.
@@ -62,13 +62,15 @@ class Quantization(NamedTuple):
 class Deltas:
     """Reads the deltas in a folder in order, and applies them to a package's weights.
 
-    Rows of quantized tables are quantized like the package, so that they equal the rows in a new export.
+    A delta is an update of the weights, published by a training run. It has the changed rows of tables, the
+    IDs evicted from hashed tables, and other weights as whole tensors. Rows of quantized tables are quantized
+    like the package, so that they equal the rows in a new export.
 
     Args:
         folder: folder in which a `DeltaPublisher` writes deltas.
         about: field ``about`` of the package manifest. ``run``, ``step`` and ``published`` tell which delta
-            is next; ``trained_names`` and ``left_out`` map weight names if the package has a part of the
-            model.
+            is next. If the package has only a part of the model, ``trained_names`` maps the package's weight
+            names to the names in training, and ``left_out`` lists the weights that the package lacks.
         weights: package weights by name; changed in place.
         until: number of the last delta to apply; None: all, including future ones.
         codes: how the package is quantized.
@@ -113,8 +115,9 @@ class Deltas:
         """Read and check the next delta, without applying it.
 
         Returns:
-            The delta and its description, both with the package's weight names. None without a further delta,
-            or if it is unusable: then `freshness` has the reason, and the next call tries again.
+            The delta and its description, both with the package's weight names. None if no further delta is
+            published, or if the next delta cannot be used. In the second case `freshness` has the reason, and
+            the next call tries again.
         """
         try:
             record = self._next_record()
@@ -140,10 +143,10 @@ class Deltas:
             _log.error("%s: %s", self._folder, reason, exc_info=None if is_expected else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
-        """Yield functions which together apply a delta. Call each of them while no batch is computed.
+        """Yield functions which together apply a delta. Call them in order, while no batch is computed.
 
-        A function writes up to `ROWS_AT_A_TIME` rows. Batches computed between two calls see a partly applied
-        delta. `freshness` has the delta's number after the last call.
+        Most functions write up to `ROWS_AT_A_TIME` rows. The last one copies all whole tensors, and sets the
+        delta's number in `freshness`. Batches computed between two calls see a partly applied delta.
 
         Args:
             record: description of the delta, from `next`.
@@ -162,6 +165,7 @@ class Deltas:
                 yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
 
         def finish() -> None:
+            """Copy the tensors which the delta replaces as a whole, and record the delta as applied."""
             # In one call: no batch sees some of these tensors before and others after the delta.
             for name, tensor in delta.whole.items():
                 self._weights[name].copy_(tensor)
@@ -194,12 +198,13 @@ class Deltas:
         return record
 
     def _first_record_after(self, last: Published | None, step: int) -> DeltaRecord | None:
-        """Return the description of the first delta after another delta, or after a training step.
+        """Return the description of the first delta in the folder that is newer than the weights.
 
-        There may be a gap in the numbers, for which the caller must check.
+        The result is None if the folder has no newer delta. Deltas in between may be missing, which the
+        caller must check.
 
         Args:
-            last: last delta in the weights; None: not known, use `step`.
+            last: last delta that the weights contain. None: it is not known, so `step` decides.
             step: training step of the weights.
         """
         if last is None:  # the run had not published, or an earlier release exported the package
@@ -214,11 +219,14 @@ class Deltas:
         return None if number is None else read_record(self._folder, number)
 
     def _check_history(self, available: Sequence[int], last: Published) -> None:
-        """Raise DeltaError if the folder has deltas from another training than the package's last delta.
+        """Raise DeltaError if the package's last delta and the deltas in the folder are from different runs.
+
+        They are if all numbers in the folder are below the number of the last delta, or if the folder has
+        another delta with this number.
 
         Args:
             available: numbers of the deltas in the folder, ascending.
-            last: last delta in the exported weights. The folder may have deleted it since.
+            last: last delta in the exported weights. It may have been deleted from the folder since.
         """
         is_present = last.number in available
         if available[-1] < last.number or (
@@ -230,7 +238,10 @@ class Deltas:
             )
 
     def _index(self) -> set[str]:
-        """Return the weight names of hash indexes, which deltas do not contain."""
+        """Return the names of the index tensors of all hashed tables: ``buckets``, ``added``, ``added_rows``.
+
+        Deltas do not contain these tensors, because servers update them; see `HashedWeights`.
+        """
         return {name.removesuffix("weight") + part for name in self._hashed for part in INDEX}
 
     def _package_named(self, record: DeltaRecord, delta: Delta) -> tuple[DeltaRecord, Delta]:
@@ -256,6 +267,7 @@ class Deltas:
             )
 
         def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
+            """Return the values by package name, without weights that the package lacks."""
             return {
                 package_names.get(name, name): value
                 for name, value in values.items()
@@ -263,16 +275,19 @@ class Deltas:
             }
 
         def names(given: list[str] | None) -> list[str] | None:
+            """Return the package names for a list of names in training; None for None."""
             return None if given is None else list(named(dict.fromkeys(given)))
 
         record = record._replace(tracked=names(record.tracked), whole=names(record.whole))
         return record, Delta(named(delta.rows), named(delta.whole), named(delta.evicted))
 
     def _quantize_delta(self, record: DeltaRecord, delta: Delta) -> Delta:
-        """Return a delta with rows and weights quantized like the package.
+        """Return the delta with its rows and whole tensors quantized like the package.
+
+        Weights that the package has in floating point, and values that are quantized already, do not change.
 
         Raises:
-            DeltaError: the package does not record the rounding.
+            DeltaError: the package does not record the rounding mode.
         """
         if not self._codes.types:
             return delta
@@ -280,6 +295,7 @@ class Deltas:
         from meshrec.quant.precision import encode_rows
 
         def coded(name: str, values: Tensor) -> Tensor:
+            """Return values of one weight, quantized if the package has this weight in quantized form."""
             if name not in self._codes.types or values.dtype == torch.uint8:
                 return values
             if self._codes.rounding is None:
@@ -354,14 +370,17 @@ def _code_bits(data_type: str | None) -> int:
 
 
 def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, frozenset[str]]:
-    """Return how weight names in training map to weight names in the package.
+    """Return a map from weight names in training to weight names in the package.
 
     Args:
         about: field ``about`` of the package manifest.
 
     Returns:
-        Package name by name in training, and the names in training that the package lacks. None and an empty
-        set if the names are the same.
+        A pair. The first element maps a name in training to the name in the package; it is None if all names
+        are the same. The second element has the names in training of weights that the package lacks.
+
+    Raises:
+        ValueError: the manifest fields have an invalid form.
     """
     if "trained_names" not in about:
         return None, frozenset()

@@ -28,9 +28,11 @@ from meshrec.tables.hashed.memory import GrowingRows
 class HashedWeights:
     """Changes the rows of a hashed table in a package's weights; see [Note: serving a hashed table].
 
+    A key is the 64-bit hash of an ID, by which the table finds the row.
+
     Args:
         weights: package weights by name; tensors of this table are changed in place or replaced.
-        name: name of the tensor with the packaged rows, which ends in ``weight``.
+        name: name of the tensor with the rows which the table had at export. The name ends in ``weight``.
         formula: parameters of this table in the manifest: ``seed`` for the keys, ``first_seed``, ``low``,
             ``high`` and ``dim`` for initial rows, and ``max_rows``.
         bits: bits per value in quantized rows; 0: rows are floating point.
@@ -56,10 +58,11 @@ class HashedWeights:
         """Yield functions which together write changed rows and remove evicted IDs. Call them in order.
 
         Args:
-            ids: changed IDs, int64 [U], ascending.
-            rows: new rows of these IDs, quantized if the table is.
-            evicted: evicted IDs, int64, disjoint from ``ids``.
-            step: maximum rows which a function writes in place.
+            ids: IDs with changed rows, int64 [U], ascending.
+            rows: new rows of these IDs, quantized if the table is quantized.
+            evicted: IDs which training has evicted, int64, disjoint from ``ids``.
+            step: maximum number of rows in ``weight`` which one function writes. The function that adds IDs
+                writes all their rows at once.
         """
         seed = self._formula["seed"]
         # Evictions come first, so that added IDs can use the freed rows.
@@ -90,7 +93,10 @@ class HashedWeights:
         self._weights[f"{self._prefix}added"] = added[:, stays].contiguous()
 
     def _add_rows(self, keys: Tensor, rows: Tensor) -> None:
-        """Write rows of IDs which are not in the package. A new ID gets a freed row, or a row at the end.
+        """Write the rows of IDs which the table did not have at export.
+
+        An ID that an earlier delta has added keeps its row. A new ID gets a row which an eviction has freed,
+        or else a row at the end of ``added_rows``.
 
         Args:
             keys: keys of the IDs, int64, ascending.
@@ -123,19 +129,29 @@ class HashedWeights:
         self._weights[f"{self._prefix}added_rows"] = self._growing_rows.tensors[0]
 
     def _initial_rows(self, ids: Tensor) -> Tensor:
-        """Return the rows with which training initializes these IDs, quantized if the table is."""
+        """Return the rows with which training initializes these IDs, quantized if the table is quantized."""
         f = self._formula
         values = uniform_rows(ids, seed=f["first_seed"], low=f["low"], high=f["high"], columns=(0, f["dim"]))
         return nbit.quantize(values, self._bits) if self._bits else values.to(self._weights[self._name].dtype)
 
     def _packaged(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for every key, the row index in ``weight`` (-1: absent), and whether it is present."""
+        """Look up keys among the rows which the table had at export.
+
+        Returns:
+            For every key, the row index in ``weight``, int64, or -1 for an absent key; and a bool mask of
+            present keys.
+        """
         rows = find_rows(self._weights[f"{self._prefix}buckets"], len(self._weights[self._name]), keys)
         return rows, rows >= 0
 
     @staticmethod
     def _positions(ascending: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for every key, the position in the ascending keys, and whether it is present."""
+        """Search for ``keys`` in a sorted vector.
+
+        Returns:
+            For every key, the index in ``ascending``, int64, and a bool mask of present keys. The index of an
+            absent key has no meaning.
+        """
         if len(ascending) == 0:
             return torch.zeros_like(keys), torch.zeros(len(keys), dtype=torch.bool)
         positions = torch.searchsorted(ascending, keys).clamp_(max=len(ascending) - 1)

@@ -42,8 +42,8 @@ class CachedPrefix(NamedTuple):
 
     Attributes:
         num_items: number of items in this prefix.
-        rows: attention keys and values of these items. The tensor may have unused room for further items at
-            the end; see `TokenCache`.
+        rows: attention keys and values of these items, [layers, items, values per item]. The tensor may have
+            unused capacity for further items at the end; see `TokenCache`.
     """
 
     num_items: int
@@ -97,8 +97,10 @@ class HistoryCache:
 
         Args:
             values_NF: nonempty history.
-            rows: attention keys and values of all items. The caller must not change them afterwards.
-            prefix: result of `find` for this history; this entry is replaced.
+            rows: attention keys and values of all items, [layers, N, values per item]. The caller must not
+                change them afterwards.
+            prefix: result of `find` for this history. The new entry replaces the entry of the prefix. None:
+                no prefix is cached.
         """
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
         if prefix is not None:
@@ -186,10 +188,11 @@ class IncrementalScores:
     def _rows_of(self, prefixes: list[CachedPrefix | None]) -> TokenCache:
         """Return the cache entries for all histories in a batch as a single `TokenCache`.
 
-        The entry of a single history is not copied, because its tensor may have unused room for new items.
+        Entries of several histories are copied into one tensor. The entry of a single history is used without
+        a copy, so that new items can be written to the unused capacity at the end of its tensor.
 
         Args:
-            prefixes: cache entry per history, or None.
+            prefixes: cache entry per history; None for a history without a cached prefix.
         """
         num_cached = torch.tensor(
             [0 if cached is None else cached.num_items for cached in prefixes], dtype=torch.int64
@@ -207,14 +210,14 @@ class IncrementalScores:
 
     @staticmethod
     def _stack_histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
-        """Return an array [N, F] per history.
+        """Return an array per history, int64 [N, F], with N items and F values per item.
 
         Args:
-            values: for every feature, the values of all histories.
+            values: for every feature, the values of all histories, concatenated.
             lengths: for every feature, the number of values per history.
 
         Raises:
-            ValueError: a history does not have as many times as items.
+            ValueError: the number of times in a history differs from the number of items.
         """
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
             at = int((lengths[1] != lengths[0]).argmax())

@@ -125,7 +125,10 @@ class ServedModel:
 
     @property
     def freshness(self) -> Freshness:
-        """Last applied delta, and why the next delta cannot be applied."""
+        """Last applied delta, and the reason if the next delta cannot be applied.
+
+        Both are empty if the model follows no delta folder.
+        """
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     @torch.no_grad()
@@ -226,7 +229,8 @@ class Repository:
         opening: options for opening packages.
         trial: child process in which every package is loaded first.
         deltas: folders with deltas to follow, by model name.
-        changes: last requested change per model, for a restarted worker; default: load with all deltas.
+        changes: by model name, the last change which clients made before this worker started. `load_all`
+            repeats it. Models without a change are loaded with all deltas.
     """
 
     def __init__(

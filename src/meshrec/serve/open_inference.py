@@ -535,9 +535,13 @@ def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bo
     """Return whether the client wants the scores as a binary tensor.
 
     Args:
-        given: JSON object of the request. Without a list of outputs, or with an empty list, all are returned.
+        given: JSON object of the request. The field ``outputs`` may be absent or empty.
         output_name: name of the model's only output.
-        binary_by_default: whether the request asks for binary outputs in general.
+        binary_by_default: result if ``outputs`` does not name the output, or names it without the parameter
+            ``binary_data``.
+
+    Raises:
+        RequestError: ``outputs`` has an invalid form, or names another output.
     """
     outputs = given.get("outputs")
     if outputs is None:

@@ -17,10 +17,11 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
 
     Args:
         headers: request headers with lower-case names.
-        server_names: names of this server, in addition to addresses and ``localhost``.
+        server_names: host names of this server, in addition to ``localhost`` and all IP addresses.
 
     Raises:
-        RequestError: the headers name another server, or a browser reports another site (status 403).
+        RequestError: the header Host or Origin names another server, or the header Sec-Fetch-Site, which
+            browsers send, says that the request comes from another site (status 403).
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     if not _is_this_server(_host_name("//" + host), server_names):
@@ -57,7 +58,11 @@ def _authority_of(origin: str) -> str | None:
 
 
 def _is_this_server(name: str, server_names: Collection[str]) -> bool:
-    """Return whether a name belongs to this server. Addresses always do: an attacker cannot redirect them."""
+    """Return whether a host name belongs to this server.
+
+    True for every IP address: an attacker can let a domain name resolve to this server (DNS rebinding), but
+    cannot do that with an address.
+    """
     if name == "localhost" or name in server_names:
         return True
     try:

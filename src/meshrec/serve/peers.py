@@ -50,7 +50,11 @@ class ParentLink:
 
     @property
     def all_loaded(self) -> bool:
-        """Whether all workers have loaded their models. The kernel may give a connection to any of them."""
+        """Whether all workers have loaded their models.
+
+        Only then is the server ready: the workers share the listening socket, so the kernel may pass a
+        connection to any of them.
+        """
         return all(self._loaded[:])
 
     async def change_all(self, action: str, model: str, delta: int | None = None) -> None:

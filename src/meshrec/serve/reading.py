@@ -41,7 +41,11 @@ class Body(NamedTuple):
 
 
 class BodyReader:
-    """Parses request bodies. Large bodies go to a child process, one at a time."""
+    """Parses request bodies. The event loop parses small bodies itself.
+
+    A child process parses large bodies, one at a time, so that the event loop can serve other clients
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         # Waits for the child, so that the event loop does not.
@@ -95,7 +99,8 @@ class BodyReader:
         """Return the message which tells the child the signature of a body.
 
         Returns:
-            The signature's number; and the signature, or None if the child already has it.
+            A number which identifies the signature, and the signature. The signature is None if the child
+            already has it.
         """
         if (number := self._indices.get(signature)) is None:
             number = self._indices[signature] = self._num_signatures
@@ -137,7 +142,10 @@ def size_of(request: Request) -> int:
 
 
 def _parse_cost(reading: Body, signature: Signature) -> int:
-    """Return the number of bytes that Python must parse. Binary numbers are only copied, and do not count."""
+    """Return the number of bytes that Python must parse.
+
+    Binary tensors with IDs or dense values do not count, because they are only copied.
+    """
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:
         return min(int(length), len(reading.body))

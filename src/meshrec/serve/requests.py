@@ -49,7 +49,7 @@ class Signature:
         rows: exclusive upper limit for IDs by feature: the number of table rows.
         outputs: ``scores`` or ``vectors``.
         shared: features (or "dense") that the model can take once for many samples.
-        raw: conversion of raw values to IDs; None: requests must have IDs.
+        raw: conversion of raw values (as named in the training data) to IDs; None: requests must have IDs.
         any_ids: features for which every int64 is a valid ID.
     """
 
@@ -63,15 +63,17 @@ class Signature:
 
 
 class Request(NamedTuple):
-    """Samples to score, as arrays in the order of the model's inputs.
+    """B samples to score, as arrays in the order of the model's inputs.
+
+    Samples can share inputs: for example, all candidate items for a user share the user's features. Shared
+    inputs have R rows instead of B.
 
     Attributes:
         dense: dense values, float32 [B, D].
         values: for every feature, the IDs, int64 [N], sample by sample.
         lengths: for every feature, the ID count per sample, int64 [B].
-        group: if samples share inputs: the row of every sample in the shared inputs, int64 [B]. Shared inputs
-            have R rows instead of B. For example [0, 0, 1]: samples 0 and 1 share row 0. None: samples share
-            nothing.
+        group: for every sample, the row in the shared inputs, int64 [B]. For example, with [0, 0, 1] samples
+            0 and 1 share row 0. None: samples share nothing.
     """
 
     dense: Floats
@@ -149,14 +151,15 @@ def check_request(
 ) -> Request:
     """Check the arrays of a request, and build a `Request` with the features in model order.
 
-    Shared inputs which the model cannot take once are repeated for every sample.
+    If the model cannot take a shared input once for all samples, the input is repeated for every sample.
 
     Args:
         signature: the model's inputs and outputs.
         dense: dense values, float32 [B, D]; None is allowed for a model without dense columns.
         values: IDs by feature, int64 [N], sample by sample.
         lengths: ID count per sample by feature, int64 [B].
-        shared: features (or "dense") that are given once for all samples, with a single length or row.
+        shared: features (or "dense") that are given once for all samples. Their lengths are [1], and dense is
+            [1, D] if it is shared.
         num_samples: B, if it cannot be derived from the arrays.
 
     Raises:
@@ -266,9 +269,10 @@ def concat_requests(requests: Sequence[Request]) -> Request:
 
 
 def _concat_groups(requests: Sequence[Request]) -> Ints | None:
-    """Concatenate the groups of several requests; None if no request shares inputs.
+    """Concatenate the groups of several requests (see `Request.group`); None if no request shares inputs.
 
-    If only some requests share inputs, every sample of the others gets a row in the shared inputs.
+    If only some requests share inputs, every sample of the other requests gets a separate row in the shared
+    inputs.
     """
     if all(request.group is None for request in requests):
         return None

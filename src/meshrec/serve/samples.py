@@ -53,16 +53,18 @@ def read_samples(body: bytes, signature: Signature) -> Request:
     """Parse samples in JSON, and check them.
 
     The body is an object such as ``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such
-    objects. An object has every feature: an ID, or a list of IDs, possibly empty. For a model with raw values
-    it has the data columns instead; null is a missing value, and columns in `RawValues.optional` may be
-    omitted. In ``{"shared": {...}, "samples": [...]}``, all samples share the values in the first object.
+    objects. An object has an entry per feature: an ID, or a list of IDs, possibly empty. If the model accepts
+    raw values (values as in the training data, before they are converted to IDs), an object has an entry per
+    data column instead. Null is a missing value, and columns in `RawValues.optional` may be omitted. In
+    ``{"shared": {...}, "samples": [...]}``, all samples share the values in the first object.
 
     Args:
         body: request body.
         signature: the model's inputs and outputs.
 
     Raises:
-        RequestError: the body has another form. The message has the sample and the feature.
+        RequestError: the body has another form, or a value is invalid. The message names the sample and the
+            feature.
     """
     given = read_json(body)
     if signature.raw is not None:

@@ -35,7 +35,8 @@ class Server:
         options: server options.
         bound: result of `listen`; closed at the end.
         parent_link: connection to the other workers; None if this is the only process.
-        changes: last requested change per model, before this worker started.
+        changes: by model name, the last change which clients made before this worker started. The worker
+            repeats it.
 
     Attributes:
         repository: models of this process.

@@ -52,7 +52,10 @@ class WarmUp(NamedTuple):
     max_batch: int
 
     def requests(self, signature: Signature) -> Sequence[Request]:
-        """Return the requests to score. If samples can share inputs, requests in this form are added.
+        """Return the requests to score: those in the file, or random ones with 1 and `max_batch` samples.
+
+        If the model has inputs which samples can share, every request without shared inputs is added a second
+        time, in the form with shared inputs.
 
         Raises:
             RequestError: a sample does not match the model.

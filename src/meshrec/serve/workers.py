@@ -113,8 +113,8 @@ class _Task(NamedTuple):
         change: message with action, model and delta.
         pending: indices of the workers which have not reported an outcome.
         errors: errors that workers have reported.
-        asker: index of the worker which requested the change.
-        ticket: number by which this worker knows the change.
+        asker: index of the worker which requested the change, and gets the outcome.
+        ticket: number with which that worker identifies its request; see `ParentLink`.
     """
 
     change: dict[str, Any]
@@ -189,7 +189,10 @@ class _Supervisor:
         self._workers[index] = _Worker(process, here, time.monotonic())
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """Signal handler: leave the work to `_handle_events`, because a handler may run anywhere."""
+        """Signal handler, which only wakes `_handle_events` with the signal number.
+
+        Python may run a handler between any two instructions, so the work must not be done here.
+        """
         self._wake.send_bytes(bytes([number]))
 
     def _handle_events(self) -> None:
@@ -232,13 +235,14 @@ class _Supervisor:
             self._finish_change(message["task"], index, message["error"])
 
     def _finish_change(self, number: int, index: int, error: ErrorArguments | None) -> None:
-        """Record that a worker has finished a change. After the last worker, answer the one that requested
-        it.
+        """Record that a worker has finished a change.
+
+        Once all workers have finished, send the outcome to the worker which requested the change.
 
         Args:
             number: number of the change in `_tasks`.
-            index: worker which has finished.
-            error: arguments of the `RequestError` that it raised; None: success.
+            index: index of the worker which has finished.
+            error: arguments of the `RequestError` that this worker raised; None: success.
         """
         task = self._tasks[number]
         task.pending.discard(index)
@@ -305,7 +309,8 @@ def _run_worker(
         bound: listening socket.
         parent_link: connection to the other workers.
         num_workers: worker count.
-        changes: last successful change per model: action, and last delta to apply.
+        changes: change to repeat by model name, as a pair of the action and the last delta to apply. Only
+            changes which succeeded in all workers are repeated.
         ends: the parent's ends of all pipes, which the worker inherits and closes. A worker detects a killed
             parent when its pipe has no other end, so no worker may keep such an end open.
     """
