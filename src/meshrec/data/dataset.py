@@ -19,7 +19,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Feature with IDs, as described to models and to the planner, which size the embedding table by it.
+    """Description of a feature with IDs, from which models and the planner size its embedding table.
 
     Args:
         name: key in ``Batch.sparse``.
@@ -53,7 +53,10 @@ class Position(NamedTuple):
 
 
 class RowsOfFile(NamedTuple):
-    """Range of row numbers, in a reader, for the rows in one file: ``[first_row, first_row + num_rows)``."""
+    """File of a reader, and its row numbers in ``Batch.rows``: ``[first_row, first_row + num_rows)``.
+
+    A reader numbers the rows of all files consecutively.
+    """
 
     name: str
     first_row: int
@@ -144,17 +147,17 @@ class Dataset:
         seen: feature with items that must not be recommended again, if any.
         times: feature with history timestamps, in seconds, by name, if any.
         catalogue: features of all items that can be recommended: a sample per item, by ascending item ID.
-        item_counts: how many training targets are this item, per catalog item, int64 [items].
+        item_counts: how often an item is a training target, per catalog item, int64 [items].
         new_user_scores: score per catalog item for a user without a history, float32 [items].
-        num_held_out: number of held-out samples, by ``validation`` and ``test``, where only some are in the
-            readers.
+        num_held_out: number of all held-out samples, under the key "validation" or "test". A key is present
+            only if the reader has a random sample of them.
         best_auc: best possible AUC on ``validation``, if known, as for synthetic data.
         open: function ``open(paths, labelled)``, which returns a reader for other files in the same format,
             in file order. ``labelled`` is true for evaluation, and false for scoring files without labels.
             None if the data is not from files.
         has_id_weights: whether IDs have weights.
         labels: label names, if there are several.
-        id_columns: columns of the files from which IDs are read, if named differently from the features.
+        id_columns: file columns from which IDs are read. Empty: they are named like the features.
         number_edges: bin edges per ``Batch.dense`` column, for models that embed numbers; an empty tuple for
             a column without bins. No entries: no column has bins.
         dense_names: names of the ``Batch.dense`` columns, if known.

@@ -47,6 +47,7 @@ def parse(
     bad_lines: list[tuple[int, int, int]] = []
 
     def invalid(row: Any) -> str:
+        """Record a line with a wrong number of fields, and make Arrow skip it."""
         # Arrow counts lines from 1.
         bad_lines.append((row.number - 1, row.actual_columns, row.expected_columns))
         return "skip"

@@ -49,9 +49,10 @@ class RowChecks(NamedTuple):
         self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)
 
     def of_first(self, num_rows: int) -> "RowChecks":
-        """Return checks for the first rows only. They update the same mask.
+        """Return checks for the first rows only, which update the same mask.
 
-        For example, a table with columns that all samples in a request share has a single row.
+        Example: the columns that all samples in a request share are a table with a single row, so only the
+        first mask entry is needed for them.
         """
         return self._replace(valid=self.valid[:num_rows])
 
@@ -71,7 +72,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
-        """Return the features in ``Batch.sparse`` as described to models, in the order of ``keys``."""
+        """Return a description per feature in ``Batch.sparse``, for models, in the order of ``keys``."""
 
     @abstractmethod
     def columns(self) -> Sequence[str]:
@@ -118,7 +119,7 @@ class Encoding(ABC):
         Args:
             table: Arrow table without `wrong_columns`.
             origin: where the rows were read from, for messages.
-            faults: raises for a damaged row, or counts it; then the sample is not ``kept``.
+            faults: raises for a damaged row, or counts it; then the sample is not ``is_valid``.
         """
 
     @abstractmethod

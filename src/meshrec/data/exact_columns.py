@@ -40,7 +40,7 @@ def is_list(kind: "pa.DataType") -> bool:
 
 
 def plain_type(kind: "pa.DataType") -> "pa.DataType":
-    """Return a column's type after `plain`, given the type before it."""
+    """Return the type to which `plain` converts a column with the type ``kind``."""
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.opaque":
             return kind  # an opaque type's storage does not define its values
@@ -84,7 +84,7 @@ def plain(column: Any) -> Any:
 
 
 def plain_schema(schema: "pa.Schema") -> "pa.Schema":
-    """Return a table's schema after `plain_table`, given the schema before it."""
+    """Return the schema to which `plain_table` converts a table with the given schema."""
     return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
 
 

@@ -137,7 +137,8 @@ def needs(module: str, extra: str) -> ModuleType:
         extra: extra of the package ``meshrec`` that installs the module, such as "data".
 
     Raises:
-        ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.
+        ModuleNotFoundError: the module is missing. The message names the extra, and the exception's
+            attribute ``name`` is None.
     """
     try:
         with warnings.catch_warnings():

@@ -292,7 +292,11 @@ class _UserItemNumbers:
         return _read_table(self.path / f"{name}.arrow")
 
     def _distinct(self, name: str) -> Iterator[Any]:
-        """Yield a column's values, part by part: a dictionary's distinct values, or the whole column."""
+        """Yield an Arrow array per part that contains every distinct value in a column of the part.
+
+        For a dictionary column, the array is the dictionary. Other columns are yielded whole, so their values
+        may be repeated.
+        """
         for part in self.parts.parts:
             for chunk in part.table()[name].chunks:
                 yield chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
@@ -316,7 +320,7 @@ class _UserItemNumbers:
         _write_table(folder / "types.arrow", types.empty_table())
 
         def unified(name: str) -> Any:
-            """Return the distinct users or items by number; write the maps from values to numbers."""
+            """Number users or items: write maps from values to numbers, and return the values by number."""
             kind = types.field(name).type
             # An array indexed by integer avoids hashing. It is possible only for a small range.
             values = self._number_by_lookup(name, kind, folder)
@@ -633,7 +637,7 @@ class _Sorter:
         num_rows = 0
 
         def records_of(part: int) -> Any:
-            """Return the records for the counted rows in a part whose item is in the vocabulary."""
+            """Return a part's `frequent_rows` as records, without items outside the vocabulary."""
             rows, users, items = self.numbered.frequent_rows(part)
             records = np.empty(len(users), self._record_type())
             records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
@@ -643,7 +647,10 @@ class _Sorter:
             return records if self.is_known.all() else records[self.is_known[items]]
 
         def with_ties() -> Iterator[Any]:
-            """Yield the records part by part, with the field "tie" set if simultaneous rows are shuffled."""
+            """Yield the records part by part. If simultaneous rows are shuffled, set the field "tie".
+
+            "tie" has the row's position in the random permutation from `_ties`.
+            """
             # Results of bounded_map are in log order, so position i of ``ties`` is for the i-th written row.
             first = 0
             for records in bounded_map(records_of, parts, num_threads()):
@@ -653,7 +660,7 @@ class _Sorter:
                 yield records
 
         def divided(records: Any) -> tuple[Any, Ints]:
-            """Return the records sorted by bucket, and the end of every bucket among them."""
+            """Return the records sorted by bucket, and the index after the last record of every bucket."""
             of_record = bucket_of_user[records["user"]]
             # A stable sort: rows of a bucket stay in log order, which decides between equal times.
             records = _take_records(records, np.argsort(of_record, kind="stable"))

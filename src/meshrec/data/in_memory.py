@@ -61,19 +61,27 @@ class IndexedSamples(ABC):
 
     @abstractmethod
     def lengths(self, key: str, samples: Ints) -> Ints:
-        """Return how many IDs the samples with the given numbers have for a key, int64 [len(samples)]."""
+        """Return the number of IDs per sample for a key, int64 [len(samples)].
+
+        Args:
+            key: key of ``Batch.sparse``.
+            samples: sample numbers.
+        """
 
     @abstractmethod
     def batch(self, samples: Ints) -> Batch:
         """Return the samples with the given numbers as a batch, in this order."""
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
-        """Return a reader with the same steps that divides a step's samples among ranks by their length.
+        """Return a copy of the reader that assigns samples to ranks by length, for equal work per rank.
+
+        A step has the same samples as before. Only their assignment to ranks changes.
 
         Args:
-            keys: keys whose lengths are added up per sample, such as the history.
+            keys: keys such as the history. A sample's length is the number of IDs it has for these keys.
             share: function such as `meshrec.data.balance.balanced_shares`. It gets the length per sample in a
-                step and the rank count, and returns the indices into these samples per rank.
+                step and the rank count. For every rank, it returns the indices of the rank's samples in the
+                step.
         """
         reader = copy.copy(self)
         reader._share, reader._balanced_keys = share, keys

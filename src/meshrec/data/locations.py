@@ -66,10 +66,10 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:
     """Return the Parquet files or text files that paths stand for; see `expand`.
 
-    In a folder, text files (CSV, TSV or JSON lines) are used only without Parquet files.
+    In a folder, text files (CSV, TSV or JSON lines) are used only if it has no Parquet files.
 
     Returns:
-        The files, and whether they are text.
+        The files, and whether they are text files.
 
     Raises:
         DataError: as for `expand`, or there are files with both formats.
@@ -190,12 +190,16 @@ def _expand_uri(address: str | Path, patterns: Sequence[str]) -> list[File]:
 
 
 def _match_first_pattern(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
-    """Return the files that match the first entry of ``patterns`` with any match.
+    """Try the entries of ``patterns`` in order, and return the files that match the first successful entry.
 
     Args:
         files: files to select from.
         name: function returning a file's name.
-        patterns: entries with one or more glob patterns, separated by blanks.
+        patterns: entries with one or more glob patterns, separated by blanks. A file matches an entry if it
+            matches any pattern in it.
+
+    Returns:
+        The matching files, in order; empty if no entry matches a file.
     """
     for pattern in patterns:
         matches = [

@@ -75,8 +75,8 @@ class Part(NamedTuple):
     def table(self) -> pa.Table:
         """Open the part as a memory-mapped table.
 
-        The columns `USER` and `ITEM` are integers or dictionaries. The others are `TIME`, `ROW`, and the item
-        features, whose names start with `FEATURE`.
+        The columns `USER` and `ITEM` are integers or dictionary arrays. The other columns are `TIME`, `ROW`,
+        and the item features, whose names start with `FEATURE`.
         """
         return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
 
@@ -149,6 +149,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
     records = []
 
     def encode(piece: _Piece) -> dict[str, Any]:
+        """Write a piece's parts, and return the record from `_encode_piece`."""
         return _encode_piece(log, piece, folder, max_rows)
 
     for piece, record in zip(pieces, bounded_map(encode, pieces, threads), strict=True):
@@ -388,7 +389,7 @@ def _encode_block(
 
 
 def _encode_values(values: Any) -> Any:
-    """Return values as a dictionary array, or unchanged if they are integers in a range below `MAX_RANGE`."""
+    """Convert values to a dictionary array. Integers in a range below `MAX_RANGE` are returned unchanged."""
     if pa.types.is_integer(values.type):
         ends = pc.min_max(values)
         if ends["max"].as_py() - ends["min"].as_py() < MAX_RANGE and ends["max"].as_py() < 1 << 63:

@@ -151,7 +151,7 @@ def fit_log(log: LogTable, *, users: bool) -> Features:
 
 
 class LoggedUsers(NamedTuple):
-    """Interactions of a log, and the users in the data that their user numbers stand for."""
+    """Interactions of a log, which have user numbers, and the user value in the data for every number."""
 
     log: Interactions
     values: Any
@@ -209,9 +209,9 @@ def interactions(
 
 
 class SortedRows(NamedTuple):
-    """Arrays of `Interactions` with the same names: log rows sorted by user and time.
+    """Log rows sorted by user and time, as arrays. They become the `Interactions` fields with the same names.
 
-    They are int32 or int64, and may be memory-mapped files.
+    The arrays are int32 or int64, and may be memory-mapped files.
     """
 
     offsets: Ints
@@ -305,7 +305,7 @@ def warn_of_unknown(name: str, num_omitted: int, num_left: int) -> None:
 def requests_of_histories(
     item: Vocabulary, *, history: int, times: bool, more: Sequence[Vocabulary] = ()
 ) -> tuple[Features, pa.Schema]:
-    """Describe a recommendation request's columns, which convert to the features of `next_items`.
+    """Return fitted features that convert recommendation requests to the features in `next_items`.
 
     A request has the history and, optionally, further items not to recommend.
 
@@ -316,7 +316,7 @@ def requests_of_histories(
         more: further features in a request: the user, and item features.
 
     Returns:
-        The features, and the Arrow type per request column.
+        The features, and a schema with the Arrow type per request column.
     """
     kind = "list of text" if item.found == "text" else "list of integer"
     lists = replace(item, found=kind, sequence=True, table=ITEM, known_only=True)  # type: ignore[arg-type]

@@ -33,8 +33,9 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
 
     The weights are selected in two trials. In the first trial, counts over half the users predict the first
     items in the other half. In the second trial, counts over early interactions predict the first items for
-    the users who came last. A trial measures DCG@10. Among candidate weights with at least the Plain
-    popularity's DCG in both trials, the function takes those with the largest mean gain.
+    the users who came last. A trial measures DCG@10. Plain popularity counts all interactions only. Among
+    the candidate weights whose DCG is at least that of plain popularity in both trials, the function takes
+    the weights with the largest mean gain.
 
     Args:
         log: interactions.
@@ -47,16 +48,17 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     moment = np.quantile(log.times[firsts[stops > firsts]], 1 - _LATE)
 
     def subset_masks(block: Block) -> list[Bools]:
-        """Return P masks [n] of the interactions in a block that popularity is counted on.
+        """Return P masks [n], which select the interactions in a block on which popularity is counted.
 
-        They select users with even numbers, users with odd numbers, early interactions, and all interactions.
-        The first two are for the first trial, the third is for the second trial, the last for the result.
+        - Masks 0 and 1, for the first trial: users with even numbers, and users with odd numbers.
+        - Mask 2, for the second trial: early interactions.
+        - Mask 3, for the result: all interactions.
         """
         is_even = block.users % 2 == 0
         return [is_even, ~is_even, block.times < moment, np.ones_like(is_even)]
 
     def times_of_parts() -> Iterator[list[Ints]]:
-        """Iterate over the timestamps in blocks, with a series per subset, for `quantile`."""
+        """Yield the timestamps block by block, in an array per mask of `subset_masks`, for `quantile`."""
         for block in log.blocks(stops):
             times = block.times
             yield [times[mask] for mask in subset_masks(block)]
@@ -78,10 +80,12 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
     shares_PCI = smoothed / smoothed.sum(2, keepdims=True)
 
     def dcgs(part: int) -> "npt.NDArray[np.float64]":
-        """Return the DCG@10 per candidate of `_BLENDS`, summed over the users to predict, float64 [15].
+        """Return the DCG@10 of the item ranking per row of `_BLENDS`, float64 [15].
+
+        It is summed over the users whose first items the ranking should predict.
 
         Args:
-            part: index of the subset that popularity is counted on.
+            part: index of the mask in `subset_masks` that selects the interactions for the ranking.
         """
         best = np.argsort(-(_BLENDS @ shares_PCI[part]), axis=1, kind="stable")[:, :_FIRST]
         sums: npt.NDArray[np.float64] = target_counts_PI[part][best] @ (

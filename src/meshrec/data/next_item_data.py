@@ -205,7 +205,7 @@ def latest(
 
 
 def _draw(indices: Ints, num: int, seed: int) -> Ints:
-    """Return at most ``num`` of the indices, drawn without replacement, in their order."""
+    """Draw ``num`` indices without replacement, and keep their order. Return all if there are fewer."""
     if len(indices) <= num:
         return indices
     return indices[np.sort(np.random.default_rng(seed).choice(len(indices), num, replace=False))]
@@ -244,7 +244,7 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
         )
 
     def times() -> Iterator[list[Ints]]:
-        """Iterate over the log's timestamps in blocks, as the only series for `order_statistics`."""
+        """Iterate over the log's timestamps in blocks, for `order_statistics`, which gets a single series."""
         return ([log.times[first : first + BLOCK]] for first in range(0, len(log.times), BLOCK))
 
     ranks = [int(len(log.times) * share) for share in (1 - validation - test, 1 - test)]
@@ -254,10 +254,11 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def drop_other_users(indices: Ints) -> Ints:
-        """Remove indices for users without an interaction in the period; these indices are another user's.
+        """Remove the indices that point behind the user's last interaction, at another user's interaction.
 
         Args:
-            indices: index per user, [num_users].
+            indices: index per user of the first interaction from a moment on, [num_users]. If the user has no
+                interaction then, it is the user's end in the log.
         """
         return indices[indices < log.stops]
 
@@ -374,7 +375,7 @@ class _TrainingSamples:
     def targets(self, numbers: Ints) -> Targets:
         """Return the user and the target interaction for samples with the given numbers.
 
-        For a window, this is the last target; `HistoryReader` adds the earlier ones.
+        A window has several targets. This is the last one, and `HistoryReader` adds the earlier ones.
         """
         users = np.searchsorted(self.offsets, numbers, side="right") - 1
         numbers = numbers - self.offsets[users]
@@ -398,7 +399,7 @@ def _catalogue(log: Interactions) -> KeyedJaggedTensor:
 
 
 def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
-    """Return how many training targets are this item, per catalog item: int64 [items].
+    """Return how often an item is a training target, per catalog item: int64 [items].
 
     Args:
         log: interactions.

@@ -106,15 +106,15 @@ def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Return the sample count per lane, int64 [lanes]. Numbers differ by at most 1."""
+    """Return the sample count per lane, int64 [lanes]. Counts differ by at most 1."""
     return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
     """Return the samples that a rank reads in a step, as a range of samples per lane.
 
-    The step's samples are sorted by lane, and every rank takes its `rank_slice` of them. So a rank reads few
-    lanes, at most two of them in part.
+    The step's samples are sorted by lane, and every rank takes its `rank_slice` of them. So a rank reads
+    consecutive lanes, and shares at most the first and the last of them with other ranks.
 
     Args:
         step: the step.

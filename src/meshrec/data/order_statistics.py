@@ -26,7 +26,8 @@ def order_statistics(blocks: Blocks, ranks: Sequence[Sequence[int]]) -> list[lis
     ``[[10, 30], [5]]``.
 
     Args:
-        blocks: starts a pass over the S series.
+        blocks: function that starts a pass over the S series, and returns their next values block by block;
+            see `Blocks`.
         ranks: a list of ranks per series. A rank is an index into the sorted series, from 0.
 
     Returns:
@@ -69,7 +70,8 @@ def quantile(blocks: Blocks, share: float) -> list[float]:
     """Return ``np.quantile(series, share)`` for every series, without loading a whole series.
 
     Args:
-        blocks: starts a pass over the S series.
+        blocks: function that starts a pass over the S series, and returns their next values block by block;
+            see `Blocks`.
         share: the quantile to compute, in [0, 1], the same for all series.
 
     Returns:
@@ -88,7 +90,7 @@ def quantile(blocks: Blocks, share: float) -> list[float]:
 
 
 def _range(blocks: Blocks) -> tuple[int, int]:
-    """Return the smallest and the largest integer over all series, in one pass."""
+    """Return the smallest and the largest integer in all series together, in one pass."""
     low, high = np.iinfo(np.int64).max, np.iinfo(np.int64).min
     for block in blocks():
         for part in block:

@@ -103,7 +103,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         return first
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield the columns of a row group that features read, as Arrow tables with at most ``size`` rows.
+        """Yield a row group as Arrow tables with at most ``size`` rows, with the columns for the features.
 
         Raises:
             DataError: the columns cannot be read.

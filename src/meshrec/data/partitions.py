@@ -45,6 +45,7 @@ def partition_keys(
         types[name] = pa.string() if is_text else pa.int64()
 
     def scalar(name: str, text: str | None) -> Any:
+        """Convert a partition value to an Arrow scalar with the column's type; None becomes null."""
         return pa.scalar(text if text is None or types[name] == pa.string() else int(text), types[name])
 
     return {

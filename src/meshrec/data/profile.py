@@ -106,7 +106,7 @@ class Profile(NamedTuple):
 
 
 class _Sketch:
-    """Accumulator for a column's statistics: `add` all rows, then take `finished`."""
+    """Accumulator for a column's statistics: call `add` for all rows, then `finished`."""
 
     def __init__(self, name: str, kind: pa.DataType) -> None:
         kind = plain_type(kind)
@@ -224,9 +224,9 @@ _NO_NUMBER = r"(?i)^\s*(-+|\?|\.|n/?a|nan|null|none)\s*$"
 def _written_number(texts: Any) -> str | None:
     """Return an example if all strings are numbers in some notation, or stand for a missing number.
 
-    The example is a string that is not a plain decimal number, such as "$1,234.56", if there is any;
-    otherwise a string that has more than digits. Returns None if a string is not a number, or if all strings
-    have digits only.
+    The example is a string that is not a plain decimal number, such as "$1,234.56". If there is none, it is
+    a string with a sign or a decimal point. Returns None if a string is not a number, or if all strings have
+    digits only.
     """
     texts = _plain_texts(texts)
     if texts is None:
@@ -381,6 +381,7 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
 
 
 def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> float | None:
+    """Return the AUC of scores [n] for a mask of the positive rows [n]; None if a class has no row."""
     return area_under_curve(torch.from_numpy(scores), torch.from_numpy(positive))
 
 

@@ -143,9 +143,10 @@ def _has_ids(choices: list[ColumnChoice]) -> bool:
 
 
 def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> ColumnChoice:
-    """Use a column that was dropped as a leak of the label after all, with a warning.
+    """Undo the decision to drop a column as a label leak: choose its features, and add a warning.
 
-    For tables without any other column to learn from. Other choices are returned unchanged.
+    Called for tables without any other column to learn from. The choice is returned unchanged if the column
+    was not dropped, or was dropped for another reason.
 
     Args:
         profile: table statistics.
@@ -422,8 +423,9 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
 def _ids(column: Column) -> ColumnChoice:
     """Choose ID features for a column.
 
-    A vocabulary, or hashed table keys if the vocabulary would be too large, or hashing if values are not
-    UTF-8. Integers with a vocabulary are used as a number, too.
+    Most columns get a vocabulary. If the vocabulary would be too large, the column gets hashed table keys. If
+    values are not UTF-8, they are hashed to table rows. Integers with a vocabulary get a numeric feature,
+    too.
     """
     name, distinct = column.name, column.distinct
     per_value = column.num_rows * (1 - column.missing) / max(distinct, 1)
@@ -459,7 +461,7 @@ def _ids(column: Column) -> ColumnChoice:
 
 
 def _cost(rows: int) -> str:
-    """Describe the memory of a hashed table with this row count, as the proposed recipe trains it."""
+    """Describe the memory for a hashed table with ``rows`` rows, trained with Adam at embedding size 16."""
     width, adam, last = 16, 3, 4  # weights and two moments; LRU timestamp per row
     row = 4 * width * adam + last
     index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"

@@ -129,7 +129,7 @@ def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> Colu
 
 
 class Gain(NamedTuple):
-    """Gain from a candidate feature in a trial."""
+    """Improvement of a logistic regression by a candidate feature; see `gain`."""
 
     share: float
     """Share of the log loss that the candidate saves on held-out rows."""
@@ -163,7 +163,9 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
 
 
 def ranges_gain(values: Vector, labels: Vector) -> Gain:
-    """Return how much ranges of a number predict the label better than a linear term in the number.
+    """Return the gain from ranges of a number, compared with a linear term in the number; see `gain`.
+
+    With fewer than ``2 * _BUCKETS`` finite numbers, the gain is 0.
 
     Args:
         values: numbers, NaN for null, [n]. NaN and infinity are a range, too.
@@ -180,7 +182,7 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
 
 
 def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
-    """Return the log loss share that a candidate column saves in a logistic regression.
+    """Return the share of the log loss that a candidate column saves in a logistic regression.
 
     The base model has a weight for every value in every base column, and a slope for ``line``. The candidate
     then adds a weight for every value. The weights are fitted on half the rows, and the loss is measured on

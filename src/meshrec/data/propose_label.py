@@ -116,9 +116,9 @@ def _of_classes(profile: Profile, name: str, task: Task | None) -> tuple[Label, 
 
 
 def _recipe_value(value: Any) -> Any:
-    """Convert a label value to a type that a recipe can contain, with the same hash.
+    """Convert a label value to a type that a recipe (training options, written as YAML) can contain.
 
-    Bytes become strings, and decimals become floats.
+    Bytes become strings, and decimals become floats. The hash, by which labels compare values, is the same.
     """
     if isinstance(value, bytes):
         return value.decode()

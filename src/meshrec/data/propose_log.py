@@ -97,9 +97,9 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
 
 
 def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
-    """Return the columns with the unit of numeric times, guessed from the largest one, and the reason.
+    """Guess the unit of numeric times from the largest time; return the columns with it, and the reason.
 
-    Other times need no unit: the columns are unchanged, and the reason is empty.
+    Timestamps and text need no unit: the columns are unchanged, and the reason is empty.
     """
     if is_text(times.type) or kind_of(times.type) not in ("integer", "number"):
         return columns, ""
@@ -112,7 +112,10 @@ def _with_unit(times: pa.Array, columns: LogColumns) -> tuple[LogColumns, str]:
 
 
 def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tuple[LogColumns, list[str]]:
-    """Return the columns with ``ties="shuffle"`` if simultaneous rows of a user are sorted by item.
+    """Set ``ties="shuffle"`` if simultaneous rows of a user are sorted by item.
+
+    Without shuffling, a model would learn the next item from this order. With few simultaneous rows, or rows
+    in another order, the columns are returned unchanged.
 
     Args:
         users: user number per row, [n]. Rows are sorted by user, then by time.
@@ -135,7 +138,9 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
 
 
 def _rare(items: Ints, columns: LogColumns) -> list[str]:
-    """Return a remark on items with few rows, unless the columns filter them or there are none.
+    """Return a list with a remark on items with fewer than 5 rows.
+
+    The list is empty if all items have more rows, or if ``columns.min_item_count`` is above 1.
 
     Args:
         items: item number per row, [n].

@@ -81,7 +81,8 @@ class TimeOrder(NamedTuple):
     def new_share(self, keys: npt.NDArray[Any], is_present: Bools) -> float:
         """Return the share of test rows whose key is absent from the training rows.
 
-        Rows are split by time. Returns 0 if a random split has more than ``_BY_CHANCE`` times this share.
+        Rows are split by time. The result is 0 if the share in a random split exceeds ``_BY_CHANCE`` times
+        this share: then keys are absent because they are rare, not because they are new.
 
         Args:
             keys: hash or code of the value per sampled row, [n].

@@ -141,7 +141,10 @@ class RawValues:
     def _with_optional(
         self, table: "pa.Table", shared: "pa.Table | None"
     ) -> "tuple[pa.Table, pa.Table | None]":
-        """Add columns with nulls for those in ``optional`` that the request leaves out."""
+        """Return both tables, with null columns for optional columns that are missing from the request.
+
+        The null column is added to the table with the column that replaces it in `RawValues.optional`.
+        """
         for name, other in self.optional.items():
             shared_names = [] if shared is None else shared.column_names
             if name in table.column_names or name in shared_names:
@@ -185,7 +188,7 @@ def _decoded_type(kind: Any) -> Any:
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "pa.Table":
-    """Build Arrow columns from JSON values, with training data kinds; see [Note: raw values].
+    """Build Arrow columns with the types in the training data from JSON values; see [Note: raw values].
 
     Args:
         columns: by column name, a list with an entry per sample. An entry is a value, or a list of values.

@@ -102,7 +102,7 @@ class Split:
         return self._by_time(quantiles) if self.by == "random" and empty else parts
 
     def parts_of(self, source: Source) -> list[Parts]:
-        """Assign every row of a source to a part; returns an array per block, see `parts`."""
+        """Assign every row of a source to training, validation or test data; see `parts` for the result."""
         column = self.column or ""
         return self.parts(source.block_sizes, lambda block: source.column(block, column))
 
@@ -127,16 +127,17 @@ class Split:
         return sources
 
     def _by_quantile(self, quantiles: npt.NDArray[np.float64]) -> Parts:
-        """Return the part per row, by the row's rank from 0 (first) to 1 (last).
+        """Return the `Part` per row. The highest quantiles are test data, and the next validation data.
 
-        The highest ranks are test data, the ranks below them validation data, and all others training data.
+        Args:
+            quantiles: number in [0, 1) per row: the relative rank in time, or a pseudo-random number.
         """
         test = quantiles >= 1 - self.test
         validation = ~test & (quantiles >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
     def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
-        """Return the part per row, by the row's rank in time. Rows with equal times are in the same part.
+        """Return the `Part` per row, by the row's rank in time. Rows with equal times are in the same part.
 
         Args:
             times: any sortable values, in an array per block.
@@ -151,7 +152,9 @@ class Split:
     def _times(
         self, block: int, starts: Ints, sizes: Ints, values_of: Callable[[int], Any]
     ) -> npt.NDArray[Any]:
-        """Return numbers with the same order as the times in a block; row numbers without a column.
+        """Return a number per row in a block. Numbers from all blocks have the same order as the times.
+
+        If the split has no column, rows are in time order, and the result has the row numbers.
 
         Args:
             block: block number.

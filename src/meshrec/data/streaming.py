@@ -85,7 +85,7 @@ class StreamReader(Reader):
         shuffle: whether to shuffle. Otherwise samples are in file and row order, and every rank reads all
             windows.
         window: number of consecutive rows that are shuffled among each other.
-        lanes: positions in the data at which all ranks together read at a time; 1 without ``shuffle``.
+        lanes: number of lanes, over all ranks. Without ``shuffle``, there is always a single lane.
         skipped: damaged rows omitted by the source so far, counted by location and reason.
 
     Raises:
@@ -154,7 +154,7 @@ class StreamReader(Reader):
     ) -> Iterator[Batch]:
         """Yield this rank's batches for an epoch; see `Reader.batches`.
 
-        A batch omits damaged rows, and may so have fewer samples.
+        Damaged rows are omitted, so a batch may have fewer samples than ``batch_size``.
 
         Args:
             batch_size: samples per batch and rank, including damaged rows.
@@ -225,11 +225,11 @@ class StreamReader(Reader):
 
 
 class _Lane:
-    """Reader of a lane, which only moves forward.
+    """Sequential reader of a lane: a contiguous range of an epoch's samples (see `meshrec.data.order`).
 
     Args:
         windows: samples of the lane from ``position`` on. The iterator may continue beyond the lane.
-        position: number of the first sample, in the lane.
+        position: number of the first sample to read, counted from the lane's start.
     """
 
     def __init__(self, windows: Iterator[Samples], position: int) -> None:

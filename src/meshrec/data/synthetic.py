@@ -98,7 +98,8 @@ class ClickSource(Source):
         exponent: Zipf exponent for ID frequencies.
         seed: seed for the samples.
         teacher: click probability model.
-        split: number of a data part; other parts have other samples.
+        split: number that distinguishes training, validation and test data. Sources with different numbers
+            have different samples.
         drift: replaces IDs over time; None: no change.
     """
 
@@ -170,14 +171,15 @@ class ClickSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Raw IDs for the values of features, which are replaced by new IDs over time, as items in a shop are.
+    """Raw IDs for the values of features. Over time, every value gets new raw IDs, as a shop replaces items.
 
     A raw ID is a 64-bit hash. A new raw ID has a new click rate, which earlier samples do not reveal.
 
     Args:
         lifetime: samples after which a value gets a new raw ID. Values change at different times.
         seed: seed for the raw IDs.
-        first: number of the first sample, which continues the training samples in validation and test data.
+        first: time of the source's first sample, in samples since the first training sample. Training data
+            has 0, and validation and test data follow it.
         max_rows: rows to which raw IDs are hashed; None: no hashing.
         vocabularies: a vocabulary per feature: ascending raw IDs, which have the rows from 1 on. Other raw
             IDs have row 0. Empty: no vocabulary.
@@ -190,7 +192,7 @@ class Items:
     vocabularies: tuple[Ints, ...] = ()
 
     def raw(self, ids: Ints, key: int, times: Ints) -> Ints:
-        """Return the raw IDs of feature values at the time of their samples, int64 [n, IDs per bag].
+        """Return the raw IDs that feature values have in the given samples, int64 [n, IDs per bag].
 
         Args:
             ids: values of the feature, [n, IDs per bag].

@@ -62,7 +62,7 @@ class Tables(ABC):
 
     @abstractmethod
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Yield the columns of a block that features read, as Arrow tables with at most ``size`` rows.
+        """Yield a block's rows as Arrow tables with at most ``size`` rows, with the columns for the features.
 
         Raises:
             DataError: the columns cannot be read.

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None = None) -> Floats:
-    """Return the AUC per group, from sample weights per tie.
+    """Return the AUC per group, from sample weights per tie (all samples with equal score in a group).
 
     The AUC is the probability that a positive sample scores higher than a negative one, where equal scores
     count half (the Mann-Whitney statistic). See Hanley and McNeil, "The meaning and use of the area under a
@@ -47,10 +47,11 @@ def auc_from_ties(positive_T: Floats, negative_T: Floats, group_T: Ints | None =
 
 
 def average_precision(positive_T: Floats, negative_T: Floats) -> float:
-    """Return the area under the precision-recall curve, from sample weights per tie.
+    """Return the area under the precision-recall curve, from sample weights per tie (equal scores).
 
-    This is the mean precision over positive samples, where a sample's score is the threshold. As in
-    scikit-learn's ``average_precision_score`` and TorchRec's AUPRC, the curve is not interpolated.
+    For every positive sample, the precision is computed with the sample's score as threshold. The area is the
+    mean of these precisions. As in scikit-learn's ``average_precision_score`` and TorchRec's AUPRC, the curve
+    is not interpolated.
 
     Args:
         positive_T: total weight of the positive samples per tie. Ties are sorted by ascending score.
@@ -78,7 +79,7 @@ def sum_by_index(index_n: Ints, values_n: Floats) -> Floats:
 
 
 def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Floats:
-    """Return the cumulative sums within every group, [T]. A value is included in the sum at its position.
+    """Return cumulative sums that start again in every group, [T]. A sum includes the value at its position.
 
     Args:
         values_T: values, sorted by group.
@@ -95,6 +96,8 @@ def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Fl
 
 def sort_into_ties(scores_n: Floats, group_n: Ints | None = None) -> tuple[Ints, Ints, Ints]:
     """Sort samples by group, then by ascending score, and number the ties in this order.
+
+    A tie is a run of sorted samples with equal group and equal score, possibly a single sample.
 
     Args:
         scores_n: scores without NaN.

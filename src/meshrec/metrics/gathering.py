@@ -108,7 +108,8 @@ def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = 
 def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:
     """Drop samples with weight 0, validate the others, and divide the weights by the largest weight.
 
-    Sums over normalized weights do not overflow. See `drop_unweighted`.
+    The largest remaining weight becomes 1, so sums over weights do not overflow. See `drop_unweighted` for
+    the arguments, the result and the errors.
 
     Args:
         columns: see `drop_unweighted`.

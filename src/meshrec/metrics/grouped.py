@@ -120,6 +120,7 @@ def bootstrap_intervals(
     logits, labels, weights = columns[:, torch.argsort(columns[0])]
 
     def metrics(counts: Tensor) -> dict[str, float]:
+        """Return the metrics for a resample, given the number of repetitions per sample."""
         return binary_metrics(logits, labels, weights * counts, gather=False)
 
     return bootstrap(metrics, len(logits), num=num, confidence=confidence, seed=seed)

@@ -49,8 +49,9 @@ class MetricSet:
         num_bins: number of equal histogram bins for logits from -16 to 16.
         auprc: whether to compute ``auprc``, too: the area under the precision-recall curve, from the
             histograms.
-        extra: further metrics from torchmetrics, by name. They get probabilities and integer labels for
-            samples with a positive weight, but no weights, and synchronize ranks themselves.
+        extra: further metrics from torchmetrics, by name. They are updated with probabilities, and with
+            labels truncated to integers. Samples with weight 0 are left out, and other weights are ignored.
+            They synchronize ranks themselves.
         device: device for the sums.
         group: process group; None: all ranks, if a process group is initialized.
 

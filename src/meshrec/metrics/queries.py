@@ -122,8 +122,9 @@ def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
 def _mean_reciprocal_ranks(first: Ints, size: Ints, relevant: Ints) -> Floats:
     """Return the reciprocal position of the first relevant sample per query, as a mean over tied orders.
 
-    A relevant sample has a positive label. All arguments have an entry per query, for the first tie with a
-    relevant sample.
+    A relevant sample has a positive label, and a tie has all samples of a query with equal score. The first
+    relevant sample is in the first tie that contains any. All arguments describe this tie, with an entry per
+    query.
 
     Args:
         first: position of the tie's first sample in the ranking, from 1.

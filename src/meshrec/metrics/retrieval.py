@@ -126,6 +126,7 @@ def rank_intervals(
     ties = None if ties is None else ties[counts]
 
     def metrics(counts: Tensor) -> dict[str, float]:
+        """Return the metrics for a resample, given the number of repetitions per query."""
         return rank_metrics(losses, ranks, weights * counts, ties, ks=ks, gather=False)
 
     return bootstrap(metrics, len(losses), num=num, confidence=confidence, seed=seed)

@@ -26,10 +26,12 @@ class Totals(NamedTuple):
 
 
 class WindowedSum:
-    """Vector of running sums, which every rank adds to. Only `take` adds up ranks, and starts a new window.
+    """Vector of running sums over all ranks, for the current window and for the whole run.
 
-    Metrics in torchmetrics save a state per rank, and need three collectives per state. These sums have the
-    same state on all ranks, which any number of ranks can load, and need one collective.
+    A rank adds to its local `window` without communication. `take` adds up the windows of all ranks in one
+    all-reduce, and starts a new window. The saved state is equal on all ranks, and a run with another number
+    of ranks can load it. Metrics in torchmetrics instead save a state per rank, and need three collectives
+    per state.
 
     Args:
         size: number of sums.

@@ -15,7 +15,7 @@ class UnfittedError(ValueError):
 
 
 class OfColumn(Protocol):
-    """Protocol of a feature, as far as the functions in this file read it."""
+    """Protocol with the feature attributes that the functions in this file need."""
 
     @property
     def name(self) -> str:

@@ -151,7 +151,7 @@ class Buckets(IdFeature):
             )
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return why a column of this kind cannot be read, or differs from the fit; None if it fits."""
+        """Return the error message if the feature cannot read a column of this kind; None if it can."""
         return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
 
     @property
@@ -235,7 +235,7 @@ class DatePart(IdFeature):
             )
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Return why a column of this kind cannot be read, or differs from the fit; None if it fits."""
+        """Return the error message if the feature cannot read a column of this kind; None if it can."""
         return wrong_kind(self, self.allowed, kinds, part=self.part or self.time_format)
 
     @property

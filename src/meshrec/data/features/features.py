@@ -54,7 +54,7 @@ class FitState(NamedTuple):
     """Columns of hashed features with decimals, or lists of numbers, some of which have a fraction."""
 
     def merged(self, other: "FitState") -> "FitState":
-        """Return the state for the rows of both states."""
+        """Merge with the state of other rows. The result is the state of all these rows together."""
         counts = {name: counts.merged(other.counts[name]) for name, counts in self.counts.items()}
         fractional = self.fractional | other.fractional
         return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts, fractional)
@@ -285,7 +285,7 @@ class Features(Encoding):
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """Return the ID features as described to models, which size the embedding tables by it.
+        """Return a `Feature` per ID feature: the description from which models size embedding tables.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -362,7 +362,9 @@ class Features(Encoding):
         return ModelInputs(dense, tuple(ids), frozenset(shared_features), is_dense_shared)
 
     def _without_unseen(self, table: pa.Table, times: Times) -> pa.Table:
-        """Remove history timestamps that the item feature removes, see `Vocabulary.known_only`.
+        """Drop the items that `Vocabulary.known_only` excludes, together with their history timestamps.
+
+        The table is returned unchanged if no item feature excludes items.
 
         Args:
             table: columns of items and timestamps.
@@ -503,7 +505,11 @@ class Features(Encoding):
     # -- looking -----------------------------------------------------------------------------------------
 
     def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
-        """Return how the data uses the embedding table of every ID feature, and how many values collide."""
+        """Return the `Coverage` of every ID feature: used table rows, missing values and collisions.
+
+        Args:
+            tables: the data, as consecutive tables without the columns added by joins.
+        """
         all_seen = [SeenValues(seen_values) for seen_values in self.ids]
         for table in tables:
             table = plain_table(table)

@@ -65,7 +65,7 @@ def fit_features(
 
 
 class _Block(NamedTuple):
-    """Block of the data, as the task of an engine."""
+    """Block of the data whose statistics an engine computes as one task; see `fit_features`."""
 
     number: int
     """Number of the block in the source."""

@@ -138,7 +138,7 @@ class IdFeature(ABC):
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """Return the feature as described to models and to the planner, which size the table by it."""
+        """Return the description of the feature, from which models and the planner size its table."""
         need_fitted(self)
         return Feature(
             name=self.name,

@@ -77,7 +77,7 @@ class Key(IdFeature):
         return self.max_rows
 
     def feature(self) -> Feature:
-        """Return the feature as described to models, with the hashed table options."""
+        """Return the description of the feature for models and the planner, with hashed table options."""
         return replace(IdFeature.feature(self), keys=self.keys())
 
     def rows_of(self, array: Any) -> Ints:

@@ -151,5 +151,5 @@ class Counts:
 
 
 def _scale(kinds: Iterable[pa.DataType]) -> int:
-    """Return the largest scale of the decimal types, which represents the values of all types."""
+    """Return the scale of a decimal type for the values of all ``kinds``: their largest scale, at least 0."""
     return max((kind.scale for kind in kinds if pa.types.is_decimal(kind)), default=0)

@@ -35,7 +35,7 @@ class Times(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Number of table rows: 0, because no table reads timestamps."""
+        """Number of table rows: 0, because timestamps are not looked up in an embedding table."""
         return 0
 
     def columns(self) -> tuple[str, ...]:

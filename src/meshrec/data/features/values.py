@@ -166,7 +166,8 @@ def converted(array: Any, kind: Kind) -> Any:
 def one_number(array: Any) -> Any:
     """Convert decimals or floats to integers if all are integral, otherwise to floats with 0.0 for -0.0.
 
-    So equal numbers are equal in columns with different types. Other arrays are returned unchanged.
+    After the conversion, equal numbers from columns with different types are equal. Other arrays are returned
+    unchanged.
     """
     values = decoded(array)
     if kind_of(array.type) != "number" and not pa.types.is_decimal(values.type):
@@ -237,7 +238,8 @@ def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
     """Return hashes and mask of a dictionary array, see `hashes_and_missing`.
 
-    Hashes every dictionary value once, unless more than half of them must be unused.
+    Every dictionary value is hashed once. But if the dictionary has more than twice as many values as the
+    array has rows, the array is decoded and every row is hashed.
     """
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())
@@ -257,10 +259,11 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def integers_of(array: Any) -> Ints:
-    """Return an int64 per value of an Arrow array that identifies the value, [n].
+    """Map the values in an Arrow array to integers, for hashing or as keys: int64 [n].
 
-    This is the integer; the time in microseconds; or the float64 bits, the same for -0.0 and 0.0. A decimal
-    without a scale that exceeds 64 bits is represented by a hash. Null and NaN give 0.
+    An integer is mapped to itself, a time to microseconds, and a float to the float64 bits, with 0.0 for
+    -0.0. A decimal without a scale is mapped to the integer, or to a hash if it exceeds 64 bits. Null and NaN
+    give 0.
     """
     array = plain(array)
     kind = array.type

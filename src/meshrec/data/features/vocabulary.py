@@ -196,7 +196,10 @@ class Vocabulary(IdFeature):
 
 
 def _concatenated_lists(first: Values, second: Values) -> Values:
-    """Return samples with the values of ``first``, followed by the values of ``second``."""
+    """Concatenate the lists of every sample: the values in ``first``, then the values in ``second``.
+
+    Both have the same number of samples.
+    """
     samples = np.arange(len(first.offsets) - 1)
     owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
     array = pa.concat_arrays([first.array, second.array.cast(first.array.type)])
