@@ -40,8 +40,8 @@ class Update:
         Args:
             steps: whether the optimizer steps after this batch. If not, this batch's dense gradients are not
                 reduced over ranks yet.
-            late: True: the backward pass only starts the reduction of dense gradients over ranks, and
-                ``after_backward`` waits for it. False: the backward pass waits for it.
+            late: True: if the model supports it, the backward pass only starts the reduction of dense
+                gradients over ranks, and ``after_backward`` waits for it. False: the backward pass waits.
         """
         with ExitStack() as stack:
             if not steps:
@@ -80,11 +80,11 @@ class Update:
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Return whether rows that are looked up now are still valid in the next forward pass.
+        """Return whether a module's rows may be looked up now for the next forward pass.
 
-        They are if all tables have fused optimizers, because these tables count their updates. They also are
-        if the pipeline's optimizer has all table parameters. Otherwise an unknown optimizer may still change
-        the rows.
+        True if all tables have fused optimizers: these tables count their updates, so after a later update
+        the rows are looked up again. Also true if the pipeline's optimizer has all table parameters.
+        Otherwise False, because another optimizer may still change the rows unnoticed.
         """
         if not module.has_ordinary_gradients:
             return True  # the tables count their updates

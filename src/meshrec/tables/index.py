@@ -114,24 +114,25 @@ class SearchableIndex(Protocol):
             train: whether the rows will be updated.
             fills: queue for writes to the slots.
             fresh: slots just assigned for the batch, in which to write initial rows; None: none.
-            num_absent: number of entries in ``parts`` for these slots.
+            num_absent: number of entries in ``parts`` with slots just assigned.
         """
 
 
 class FeatureRows(NamedTuple):
     """Where a feature finds its rows: the rectangles to read, and how its IDs become keys.
 
-    The rectangles are column shards, with different columns of the same rows.
+    A rectangle is a row interval times a column interval of a table. The rectangles here are column shards,
+    with different columns of the same rows.
     """
 
     indexes: Sequence[Index]
     """One index per rectangle."""
     first_row: int
-    """Number to add to an ID to get a key."""
+    """Number to add to an ID, or to its hash if there is a ``mix_seed``, to get the key."""
     mix_seed: int | None = None
-    """Seed of the hash from IDs to keys. None: IDs are keys, as in a fixed table.
+    """Seed of the hash from IDs to keys. None: IDs are not hashed, as in a fixed table.
 
-    In a single call, either all readers have a seed or none has.
+    All features in a call to ``replace_ids_by_slots`` must have a seed, or none.
     """
 
 
@@ -149,16 +150,18 @@ def replace_ids_by_slots(
     The values are blocks (such as one per sending rank), and a block has a segment of IDs per feature.
 
     Args:
-        values: IDs, int [N], ordered by block, then by feature. An ID counts from the reader's ``first_row``.
+        values: IDs, int [N], ordered by block, then by feature.
         bounds: positions in ``values`` at which the segments start, followed by N.
-        readers: where features find their rows, by feature number. Values of other features stay.
+        readers: where features find their rows, by feature number. Values of other features stay. An ID
+            counts from the feature's ``first_row``.
         num_keys: number of features per block.
         train: whether the rows will be updated.
-        used_immediately: whether the slots are used before any other call. Slots of existing keys are then
-            not pinned.
+        used_immediately: whether the caller uses the slots before any other call to these indexes. A
+            searchable index then does not pin its slots, unless it has to assign new ones.
 
     Returns:
-        A copy of the values in which slots replace the IDs of features in ``readers``; and the pins.
+        A copy of the values in which slots replace the IDs of features in ``readers``, and a list with the
+            pins on these slots.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     # One kernel call for all hash indexes. New IDs get slots further below.
@@ -224,11 +227,13 @@ def _concatenate(values: Tensor, bounds: Sequence[int], segments: Sequence[int])
 
 
 def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
-    """Split slots into segments, and copy them there. Does nothing if they are already there.
+    """Copy concatenated slots back to the segments from which they come.
+
+    Does nothing if ``slots`` is a view of the only segment, because the slots are then there already.
 
     Args:
         slots: concatenated slots, int64.
-        parts: memory of the segments.
+        parts: memory to write, one tensor per segment.
     """
     if slots.data_ptr() == parts[0].data_ptr():
         return
@@ -282,7 +287,9 @@ def _is_searchable(index: Index) -> TypeGuard[SearchableIndex]:
 
 
 def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
-    """Return the pins whose rows may still be being read from a file. Wait for these before a lookup.
+    """Return the pins for rows which a background thread may still be reading from a file.
+
+    The caller must call ``wait`` on all of them before it looks up the rows.
 
     Args:
         pins: pins of a batch.

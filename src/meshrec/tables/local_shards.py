@@ -19,19 +19,20 @@ from meshrec.tables.table import Rectangle, Table
 
 
 class GradientBuffer:
-    """Gradient that the backward pass collects for a rectangle with rows outside the parameter.
+    """Gradient that the backward pass collects for a table rectangle with rows outside the table's parameter.
 
-    Such a table's parameter has no rows, and torch requires that ``parameter.grad`` has the shape of the
-    parameter. The gradient values are therefore the ``grad`` of another parameter, ``[U, D]``. It is in the
-    optimizer's group, so a GradScaler unscales it and ``zero_grad`` drops it like any other gradient.
+    Such a parameter has no rows, and torch requires that ``parameter.grad`` has the shape of the parameter.
+    The gradient values ``[U, D]`` are therefore the ``grad`` of a second parameter. It is in the optimizer's
+    group, too, so a GradScaler unscales the gradient and ``zero_grad`` drops it as usual.
 
     Args:
         width: column count in the rectangle.
 
     Attributes:
-        parameter: parameter with the gradient values of U touched rows as its ``grad``. Its own values are
+        parameter: the second parameter. The values in its ``grad`` are for U touched rows. Its data is
             meaningless.
-        pins: pins that keep the touched slots valid, from ``collect`` until the next gradient replaces them.
+        pins: pins that keep the touched slots (row positions) from getting other rows. They are held from
+            ``collect`` until the next gradient replaces them.
     """
 
     def __init__(self, width: int) -> None:
@@ -102,10 +103,10 @@ class LocalShard(NamedTuple):
 
 
 class LocalShards:
-    """The shards of all tables on a rank looked up together.
+    """The local shards of all tables looked up by a module.
 
-    A shard has a parameter and a packing, and every rectangle in it has a ``Table`` object. Rectangles are
-    numbered across all shards, in order.
+    A shard has a parameter and a packing (the layout of rectangles in the parameter). Every rectangle has a
+    ``Table`` object. Rectangles are numbered across all shards, in order.
 
     Args:
         shards: one shard per table.

@@ -114,13 +114,14 @@ UpdateMode = Literal["in_backward", "on_step"]
 
 
 class KeyOrderedState(dict[str, Any]):
-    """Optimizer state of a hashed table: ``"step"``, and tensors that are read when the dict is listed.
+    """Optimizer state of a hashed table: the number ``"step"``, and a tensor per state slot.
 
-    The tensors have a row per live ID, sorted by key, so they change whenever rows are admitted or evicted.
+    ``keys`` and ``items`` read the tensors from the table again in every call, because they change whenever
+    rows are admitted or evicted. They have a row per live ID, sorted by key.
 
     Args:
         step: number of updates so far.
-        key_ordered: function returning the present state in key order, by state slot name.
+        key_ordered: function which returns the present state in key order, by state slot name.
     """
 
     def __init__(self, step: int, key_ordered: Callable[[], Mapping[str, Tensor]]) -> None:

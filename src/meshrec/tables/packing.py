@@ -26,10 +26,11 @@ class RowGradients(NamedTuple):
 class Packing:
     """Layout of several rectangles of a table in a single parameter.
 
-    A rank may hold several rectangles of a table, but a table has a single parameter per rank. The rectangles
-    lie one after the other. The parameter is as wide as the greatest common divisor of all rectangle widths.
-    For example, rectangles with 8 and 12 columns share a parameter with 4 columns, and their rows take 2 and
-    3 parameter rows each. A single rectangle is the whole parameter.
+    A rectangle is a row interval times a column interval. A rank may hold several rectangles of a table, but
+    a table has a single parameter per rank. The rectangles follow each other in the parameter, which is as
+    wide as the greatest common divisor of all rectangle widths. For example, rectangles with 8 and 12 columns
+    share a parameter with 4 columns. A row of the first takes 2 parameter rows, and a row of the second takes
+    3. A single rectangle is the whole parameter.
 
     Args:
         rectangles: rectangles of the same table.

@@ -160,8 +160,9 @@ class TouchedRows(NamedTuple):
 class RowPeers(Protocol):
     """The ranks that hold other columns in the same rows, and the statistics over whole rows.
 
-    Some optimizers need such a statistic, such as the mean squared gradient of a row. One object serves all
-    tables with the same update rule. All methods are collective.
+    Some optimizers need a statistic over a whole row, such as the mean squared gradient. If the row is split
+    by columns, several ranks must compute it together. One object serves all tables with the same update
+    rule. All methods are collective.
     """
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
@@ -186,16 +187,21 @@ class RowPeers(Protocol):
 
 
 FindPeers = Callable[[UpdateRule, Sequence[int]], "tuple[frozenset[int], RowPeers | None]"]
-"""Function taking a rule and its table numbers. Returns the tables split by columns, and the ranks."""
+"""Function from an update rule and the numbers of its tables to two results: the numbers of the tables split
+by columns, and the ranks with the other columns (None if no table is split)."""
 
 
 class _Group:
     """The tables with a common update rule, and their rectangles on this rank. Filled by ``TableUpdates``.
 
+    A rectangle is a row interval times a column interval of a table. The list ``split`` has the rectangles of
+    tables split by columns, and ``whole`` has the other rectangles.
+
     Args:
         rule: update rule.
         tables: table numbers.
-        peers: the ranks with other columns of the rows in ``split``; None: ``split`` is empty on all ranks.
+        peers: the ranks with the other columns of the rows in ``split``. None: no table in the group is split
+            by columns.
     """
 
     def __init__(self, rule: UpdateRule, tables: list[int], peers: RowPeers | None) -> None:
@@ -240,7 +246,10 @@ class Prepared(NamedTuple):
 
     group: _Group
     steps: dict[int, list[int]]
-    """Numbers of the tables to update, by the number that this update has in these tables."""
+    """Numbers of the tables to update, keyed by update number.
+
+    Every table counts its updates, so this update may have different numbers in different tables.
+    """
     split: list[_RectangleUpdate] | _SplitUpdate
     """Updates of the rectangles split by columns."""
 
@@ -254,7 +263,7 @@ class PreparedUpdates(NamedTuple):
 
 
 class TableUpdates:
-    """Updates the fused tables on a rank looked up together.
+    """Updates the fused tables of a module, on this rank.
 
     A fused table has an update rule (an optimizer), and kernels update it directly from the gradient of a
     lookup. Other tables get ordinary gradients. The number of updates is counted per table, so tables that
@@ -264,7 +273,8 @@ class TableUpdates:
         shards: all tables on this rank.
         fused: fused tables by table number, including tables without rows on this rank.
         writes: counter for writes by updates.
-        peers: function that finds the tables split by columns; None if no table is.
+        peers: finds the tables split by columns, and the ranks over which they are split. None: no table is
+            split by columns.
         admission_eviction: admits IDs to hashed tables and evicts rows at every update; None without such
             tables.
     """
@@ -326,8 +336,8 @@ class TableUpdates:
 
         Args:
             gradient: gradient for all tables.
-            deferred: whether ``optimizer.step()`` calls, which updates the tables with a deferred rule.
-                Otherwise the backward pass calls, and updates the other fused tables.
+            deferred: which tables to update. True: tables with a deferred rule, in ``optimizer.step()``.
+                False: all other fused tables, in the backward pass.
 
         Returns:
             The prepared update, to be passed to ``apply`` with the same gradient.
@@ -425,7 +435,10 @@ class TableUpdates:
         return TableGradient(None, rows, pins)
 
     def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
-        """Prepare the update of the tables with a common rule. Leaves out frozen tables."""
+        """Prepare the update of the tables with a common rule. Leaves out frozen tables.
+
+        With a deferred rule, also leaves out tables for which no gradient was collected.
+        """
         # ``requires_grad`` may change between steps, so test it every time.
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
@@ -441,18 +454,21 @@ class TableUpdates:
         )
 
     def _lacks_gradient(self, table: FusedTable) -> bool:
-        """Return whether the backward pass has not collected a gradient for a table."""
+        """Return whether this rank has rows of a table in its parameter, but no collected gradient."""
         # A rank without rows never has a gradient, but must count the step like the other ranks.
         return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
-        """Update rectangles that are not split by columns, with a kernel call per form of the gradient.
+        """Update rectangles that are not split by columns.
+
+        Makes a kernel call for all gradients from a lookup, and another for all gradients already summed by
+        row.
 
         Args:
             rectangles: numbers of rectangles in ``group.whole``.
             gradient: gradient for all tables.
             group: tables with a common rule.
-            step: number of the update in these tables.
+            step: update number, equal for all these rectangles' tables.
         """
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
@@ -520,7 +536,14 @@ class TableUpdates:
     def _trailing_arguments(
         self, rectangles: Sequence[int], runs: tuple[Tensor, Tensor] | tuple[()] = ()
     ) -> Sequence[object]:
-        """Return the last arguments of the update kernel: ``runs``, and keys for stochastic rounding."""
+        """Return the last arguments of the update kernel: ``runs``, then the keys for stochastic rounding.
+
+        The keys are left out if no rectangle needs them.
+
+        Args:
+            rectangles: numbers of the rectangles to update.
+            runs: see ``_run_kernel``.
+        """
         # Without keys, the remaining arguments keep their defaults.
         if not self._row_keys:
             return runs
@@ -622,7 +645,12 @@ class TableUpdates:
         return TouchedRows(rows, grad, weight[rows].float(), [slot[rows] for slot in self._shards.state[i]])
 
     def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
-        """Return gradients summed by touched row, by rectangle number."""
+        """Return, by rectangle number, the gradient of every touched row, summed over the batch.
+
+        Args:
+            gradient: gradient for all tables.
+            rectangles: numbers of the rectangles for which to return gradients.
+        """
         by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
         # One kernel call sorts and sums the gradients of all other rectangles.
         if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):
@@ -648,12 +676,12 @@ class TableUpdates:
         return by_rectangle
 
     def _heights(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the row count in memory, per rectangle."""
+        """Return the number of rows in memory for each of these rectangles."""
         weights = self._shards.weights
         return [weights[i].shape[0] for i in rectangles]
 
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
-        """Return the rectangles whose parameter requires a gradient now (is not frozen)."""
+        """Return the numbers of the rectangles whose parameter requires a gradient now (is not frozen)."""
         return [i for i in rectangles if self._shards.is_trained(i)]
 
 

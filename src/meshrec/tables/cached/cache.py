@@ -1,4 +1,8 @@
-"""Cache of table rows in memory. The CLOCK algorithm, an approximation of LRU, selects the rows to evict."""
+"""Cache of table rows in memory. The CLOCK algorithm, an approximation of LRU, selects the rows to evict.
+
+A *slot* is a row position in the cache. A *row part* is the weight or an optimizer state tensor of a row. A
+*dirty* row was trained since it was read, so it may differ from the row in the file.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,10 +24,10 @@ _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
 
 
 def slot_bytes(part_bytes: int) -> int:
-    """Return the bytes of memory that the cache takes per row.
+    """Return the bytes of memory that the cache takes per row, including bookkeeping such as the index.
 
     Args:
-        part_bytes: bytes of the row itself, with optimizer state.
+        part_bytes: bytes of the row itself, including optimizer state.
     """
     return part_bytes + _BYTES_PER_SLOT
 
@@ -34,7 +38,7 @@ class Misses(NamedTuple):
     keys: Tensor
     """Keys of the entering rows, ascending, int64 [M]."""
     slots: Tensor
-    """Slots assigned to these keys, int64 [M]. The caller must bring the rows there."""
+    """Slots assigned to these keys, int64 [M]. The caller must copy the rows into these slots."""
     old_keys: Tensor
     """Keys of the evicted dirty rows, ascending, int64 [E]. The caller must write the rows to the file."""
     old_rows: list[Tensor]
@@ -45,10 +49,10 @@ class RowCache:
     """A fixed number of rows in memory (slots), found by key.
 
     The cache assigns slots and selects victims, but does not read or write the file. Slots used by batches in
-    flight are pinned and cannot be evicted. The CLOCK algorithm selects victims: every batch using a row
-    increments the row's reference count, up to three, and a hand that moves over the slots decrements the
-    counts and takes unpinned rows with count 0. New keys get slots in ascending key order. So the same calls
-    give the same slots on every rank.
+    flight are pinned and cannot be evicted. The CLOCK algorithm selects victims. Every batch that uses a row
+    increments the row's reference count, up to three. A hand moves over the slots, decrements the counts, and
+    evicts unpinned rows with count 0. New keys get slots in ascending key order. So the same calls give the
+    same slots on every rank.
 
     Args:
         parts: row parts, such as the weight and optimizer state.
@@ -56,7 +60,7 @@ class RowCache:
         num_slots: number of rows in memory.
 
     Attributes:
-        memory: one tensor with a row per slot, per row part.
+        memory: one tensor per row part, indexed by slot.
         pins: how many batches in flight use a slot, int32 [num_slots].
     """
 
@@ -86,13 +90,13 @@ class RowCache:
         return self._index.find(keys.contiguous())
 
     def use(self, slots: Tensor) -> Tensor:
-        """Register a new batch: pin the slots it uses, and count them as used.
+        """Register a new batch: pin the slots used by it, and increment their reference counts.
 
         Args:
             slots: result of ``find`` for the batch, int64 [N]; may repeat, and -1 is ignored.
 
         Returns:
-            The distinct slots, int64. They stay pinned until they are added to ``released``.
+            The distinct slots, int64. They stay pinned until the caller adds them to ``released``.
         """
         while self.released:
             self.pins[self.released.popleft()] -= 1
@@ -139,7 +143,10 @@ class RowCache:
         return Misses(keys, slots, old_keys, old_rows)
 
     def forget(self, misses: Misses) -> None:
-        """Free the slots of rows lost in a failed read. Their pins stay until the batch is released."""
+        """Free the slots assigned to rows whose read from the file has failed.
+
+        The slots stay pinned until the batch is released.
+        """
         # A slot may have been freed and reassigned since.
         self.drop(misses.keys[self.keys[misses.slots] == misses.keys])
 
@@ -153,8 +160,11 @@ class RowCache:
 
     @property
     def trace(self) -> int:
-        """Fingerprint of the calls so far. Ranks with other columns in the same rows compare it: if it
-        differs, the rows may be in different slots."""
+        """Fingerprint of the calls so far.
+
+        Ranks that hold different columns of the same rows compare their fingerprints. If they differ, a row
+        may be in different slots on these ranks.
+        """
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:

@@ -109,7 +109,10 @@ class RowFile:
 
     @contextlib.contextmanager
     def _open_file(self) -> Iterator[tuple[int, int]]:
-        """Yield a file descriptor, and the number of concurrent disk requests (0 in a forked child)."""
+        """Yield a file descriptor, and the maximum number of concurrent disk requests.
+
+        In a forked child, the file is opened again and the number is 0, for requests in the calling thread.
+        """
         # A forked child has no worker threads, and in a background checkpoint not even the open file.
         if os.getpid() == self._owner:
             yield self._file, IN_FLIGHT

@@ -14,9 +14,10 @@ InitialBlocks = Callable[[Span], Iterable[RowBlock]]
 
 
 class StoredRows:
-    """Rows in a file, for a table writing every row before reading it, such as a hashed table.
+    """Rows in a file, for tables which write every row before they read it.
 
-    This base class has no regions to initialize; ``RowRegions`` has.
+    A hashed table is such a table. The file has no regions to initialize, so the methods for regions do
+    nothing. The subclass ``RowRegions`` overrides these methods for other tables.
 
     Args:
         file: the file.
@@ -55,9 +56,10 @@ class StoredRows:
 
 @final
 class RowRegions(StoredRows):
-    """Rows of a table rectangle in a file, in regions with initial values written on first use.
+    """Rows of a table rectangle (a row interval times a column interval) in a file.
 
-    So a new table needs no time and no disk space for unused rows. See
+    The file consists of regions. A region gets initial values when one of its rows is first used, so a new
+    table needs no time and no disk space for unused rows. See
     [Note: the scratch file of a table] in ``file.py``.
 
     Args:
@@ -86,7 +88,7 @@ class RowRegions(StoredRows):
         self._is_written = torch.zeros(-(-rectangle.r1 // region_rows) - self._offset, dtype=torch.bool)
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the numbers of the regions that contain some rows and are not in the file yet.
+        """Return the numbers of the regions which contain the given rows and are not in the file yet.
 
         Args:
             keys: row keys, int64 [N].

@@ -53,7 +53,7 @@ class FileRows:
                 raise ValueError(f"FileRows: {name} must be an integer >= 1, got {value!r}.")
 
     def num_cached(self, row_bytes: int) -> int:
-        """Return how many whole-table rows are in the cache.
+        """Return the cache size in rows, for the whole table.
 
         Args:
             row_bytes: bytes per whole row, including optimizer state.
@@ -68,6 +68,8 @@ class FileRows:
 @dataclass(frozen=True)
 class FileBackedRows(ExternalRows, DenseRows):
     """Storage for fixed tables with floating-point rows in a file; see ``FileRows``.
+
+    In a *fixed* table, unlike in a hashed table, IDs are row numbers, and every ID has a row.
 
     Args:
         dtype: row dtype: fp32, fp16 or bf16.
@@ -87,10 +89,10 @@ class FileBackedRows(ExternalRows, DenseRows):
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
-        """Create the table of a rectangle, with a new file.
+        """Create the ``FileTable`` for a part of the table (a rectangle), with a new file.
 
         Args:
-            rectangle: row and column intervals.
+            rectangle: row and column intervals of this part.
             spec: optimizer; None: no optimizer state.
             device: module device, which must be the CPU; None is the CPU.
 
@@ -117,7 +119,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         )
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
-        """Return the number of cached rows for a rectangle.
+        """Return the number of cache slots for a rectangle: its share of the whole table's cache.
 
         Args:
             rectangle: row and column intervals.

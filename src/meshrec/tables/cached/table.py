@@ -59,7 +59,7 @@ _MAX_PENDING_WRITES = 4
 
 
 class InitializedPart(NamedTuple):
-    """A row part, and an initial value for rows without other initial values."""
+    """A row part (the weight or an optimizer state tensor), and its initial value if no other is given."""
 
     part: RowPart
     value: float
@@ -139,13 +139,15 @@ class _Workers:
 
 
 class RowsInFlight(Pin):
-    """Pin on the cache slots that a batch uses. Its rows may still be being read from the file.
+    """Keeps the cache slots used by a batch from getting other rows.
+
+    The batch's rows may still be on their way from the file to these slots; see ``wait``.
 
     Args:
-        band: table number, first row and end row of the rectangle.
+        band: table number, first row and end row of the table's rectangle.
         cache: the cache.
         used: distinct slots used by the batch, int64.
-        arrival: future finishing when the rows are in the cache, or the error to raise on ``wait``.
+        arrival: future which finishes when the rows are in the cache, or an error for ``wait`` to raise.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class FileTable:
 
     Args:
         rectangle: row and column intervals of the table.
-        starts: row parts (``weight`` first, then optimizer state) with initial values.
+        initialized_parts: row parts with initial values: ``weight`` first, then optimizer state.
         stored: the file.
         num_slots: cached row count.
         name: table name in messages.
@@ -247,7 +249,7 @@ class FileTable:
         return self._cache.keys
 
     def set_initial_rows(self, initial_blocks: InitialBlocks) -> None:
-        """Set the function returning initial rows. It is called later, when rows are first needed."""
+        """Set the function for initial rows. The table calls it when rows are first needed."""
         self.stored.initial_blocks = initial_blocks
 
     def keys_of(self, slots: Tensor) -> Tensor:
@@ -577,7 +579,7 @@ class FileTable:
         return misses
 
     def _start_reads(self, misses: Misses | None, used: Tensor, train: bool) -> "Future[None]":
-        """Bring the rows of a batch to its slots: copy rows from memory now, and start to read the others.
+        """Bring a batch's rows to the assigned slots: copy rows from memory, and start to read the others.
 
         Also starts to log rows for open snapshots, which must happen before the batch changes them.
 
@@ -587,7 +589,7 @@ class FileTable:
             train: whether the batch may change the rows.
 
         Returns:
-            A future finishing when all reads so far have ended, including those for earlier batches.
+            A future which finishes when all reads so far have ended, including reads for earlier batches.
         """
         new = misses.slots if misses is not None else used[:0]
         logs = [(log, log.mark_logged(used, new, train=train)) for log in self._snapshots]
@@ -598,7 +600,9 @@ class FileTable:
         return self._last_read
 
     def _take_from_copies(self, misses: Misses) -> Misses | None:
-        """Copy rows in memory outside the cache to their slots.
+        """Fill the slots just assigned to keys whose rows are in memory outside the cache.
+
+        These rows are new rows, and victims on their way to the file.
 
         Args:
             misses: keys just assigned slots.
@@ -710,12 +714,15 @@ class RowLog:
         self._end = weakref.finalize(self, _remove, self._file, created, os.getpid())
 
     def mark_logged(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
-        """Return the slots whose rows must be logged before a batch changes them, and mark them as logged.
+        """Select the slots whose rows must be logged before a batch changes them, and mark them as logged.
 
         Args:
             slots: distinct slots used by the batch, int64.
-            new: slots that have just been assigned to other keys, int64.
-            train: whether the batch may change rows. If not, nothing must be logged.
+            new: slots that have just been assigned to other keys, so their marks are cleared first, int64.
+            train: whether the batch may change rows. If not, no slot is selected.
+
+        Returns:
+            The selected slots, int64.
         """
         self._is_logged[new] = False
         unlogged = slots[~self._is_logged[slots]] if train else slots[:0]

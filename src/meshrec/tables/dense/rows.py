@@ -16,6 +16,9 @@ from meshrec.tables.table import RowPart
 class DenseRows:
     """Storage for floating-point rows in the parameter's memory. Optimizer state is fp32.
 
+    A row in memory is the row's values without conversion, so most methods return their input. See
+    ``RowStorage`` for the methods.
+
     Args:
         dtype: row dtype: fp32, fp16 or bf16.
     """
@@ -32,9 +35,11 @@ class DenseRows:
         return (RowPart("weight", self.dtype, False),)
 
     def columns(self, dim: int) -> int:
+        """Return ``dim``: a row takes one element per value."""
         return dim
 
     def part_column(self, column: int) -> int:
+        """Return ``column``: table columns are the columns of the part ``weight``."""
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
@@ -48,6 +53,7 @@ class DenseRows:
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None: the row with key ``k`` is at position ``k - first_row``, so no index is needed."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
@@ -71,9 +77,11 @@ class DenseRows:
         ]
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """Return ``[rows]``: the only row part is ``weight``."""
         return [rows]
 
     def encode(self, values: Tensor) -> Tensor:
+        """Return row values [n, dim] cast to ``dtype``."""
         return values.to(self.dtype)
 
 
@@ -122,6 +130,7 @@ class QuantisedRows:
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None: the row with key ``k`` is at position ``k - first_row``, so no index is needed."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:

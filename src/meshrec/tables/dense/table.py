@@ -14,7 +14,7 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 @final
 class FixedTable:
-    """The rows of a table rectangle in a parameter's memory.
+    """The rows of a table rectangle (a row interval times a column interval) in a parameter's memory.
 
     Args:
         parameter: parameter, which may also hold other rectangles of the table.

@@ -31,10 +31,10 @@ _MAX_CELL = 255  # greatest count in a cell, which is a byte
 
 
 class AdmissionCounts:
-    """Counts how often IDs without a row have occurred, and applies the admission policy. For a rectangle.
+    """Counts the occurrences of IDs without a row in a table rectangle, and applies the admission policy.
 
-    This base class counts nothing. It serves policies without counts: admission at the first occurrence, and
-    ``Probability``.
+    The methods take *keys*, which are hashes of IDs. This base class counts nothing. It serves policies
+    without counts: admission at the first occurrence, and ``Probability``.
 
     Args:
         admission: admission policy; None: all IDs are admitted.
@@ -45,7 +45,9 @@ class AdmissionCounts:
         self._admission, self._seed = admission, seed
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor | None:
-        """Return whether to admit each of an update's new IDs, bool [N]. None: all. Changes no count.
+        """Return, for every new ID in an update, whether it gets a row, bool [N]. None: all of them do.
+
+        A new ID is an ID without a row. Does not change the counts.
 
         Args:
             keys: new IDs' keys, ascending, int64 [N].
@@ -76,7 +78,7 @@ class AdmissionCounts:
         yield from ()
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Load a pair from ``stream``, which another rank may have written.
+        """Load a pair which ``stream`` has yielded, here or on another rank.
 
         Args:
             keys: int64 [N].
@@ -229,7 +231,9 @@ class CountMinSketch(AdmissionCounts):
         yield all_keys[inside], words[used[inside]]
 
     def load(self, keys: Tensor, counts: Tensor) -> None:
-        """Copy words from ``stream`` to the cells. Words beyond a bucket's end are ignored.
+        """Copy words from ``stream`` to the cells.
+
+        The words may come from a sketch with more cells per bucket. Words without cells here are ignored.
 
         Args:
             keys: keys that tell the positions, int64 [N].
@@ -253,15 +257,15 @@ class CountMinSketch(AdmissionCounts):
         return float((full ** min(_CELLS, self._num_cells)).mean())
 
     def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cells of each ID, and the occurrences added to each by the update.
+        """Return the C cells of every ID, and the number of occurrences to add to every cell in an update.
 
         Args:
             keys: ID keys, int64 [N].
             counts: occurrences per ID in the update, int64 [N].
 
         Returns:
-            Cell indices, int64 [N, C]. Occurrences that the update adds to these cells, from all IDs sharing
-                them, int64 [N, C].
+            Cell indices, int64 [N, C], and the occurrences to add to these cells, int64 [N, C]. If several
+                IDs share a cell, the sum of their occurrences is listed for all of them.
         """
         # Four cells from the four 16-bit groups in the key's hash.
         bits = mix(keys, self._seed)
@@ -310,7 +314,12 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 
 
 def _rows_of(span: Span, max_rows: int) -> Span:
-    """Return the first and end key bucket that overlap a key interval, given the number of all buckets."""
+    """Return the interval [first, end) of the key buckets which overlap a key interval.
+
+    Args:
+        span: key interval.
+        max_rows: number of buckets in the whole table.
+    """
     # Bucket b starts at key b * 2^64 / max_rows - 2^63, rounded up. Python integers do not overflow.
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)

@@ -114,7 +114,8 @@ class GrowingRows:
         """Write initial values to some slots, for new rows. Grows the memory to at least ``end`` rows.
 
         Args:
-            slots: slots of the new rows, int64 [N], at least one, all below ``end``. They may be reused.
+            slots: slots of the new rows, int64 [N], at least one, all below ``end``. Evicted rows may have
+                used them before (reused slots).
             end: minimum number of rows afterward.
             fills: queue for writes to reused slots.
             num_written: see ``grow``.
@@ -143,13 +144,14 @@ class GrowingRows:
 
 
 def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
-    """Let copies and pickles of an object's tensors refer to the tensors in the copied object.
+    """Change how ``copy.deepcopy`` and ``pickle`` treat the memory tensors of a table.
 
-    Updates and lookups hold these tensors, too. When a module is copied, they must hold the copied table's
-    tensors. A plain copy would also duplicate the reserved memory.
+    A copied tensor becomes the tensor of the same name in the copied table. Other objects in a module, such
+    as updates and lookups, hold the same tensors. After a copy of the module, they must hold the copied
+    table's tensors. A plain copy of a tensor would also duplicate the reserved memory.
 
     Args:
-        owner: object with an attribute ``memory``.
+        owner: the table, with an attribute ``memory``.
         memory: the value of this attribute, tensors by name.
     """
     # Weak, because the tensors belong to the owner: a strong reference would be a cycle.
@@ -161,10 +163,12 @@ def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
 
 
 class _CopiedMemory:
-    """Hooks with which ``copy`` and ``pickle`` replace a tensor by the tensor in its owner's copy.
+    """Hooks with which ``copy`` and ``pickle`` replace a tensor by a tensor in the copied owner.
+
+    The owner is the table with this tensor in its memory.
 
     Args:
-        owner: returns the owner, or None after its end.
+        owner: function which returns the owner, or None if the owner was deleted.
         name: tensor name in ``owner.memory``.
     """
 

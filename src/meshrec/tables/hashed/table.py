@@ -293,7 +293,10 @@ class HashedTable:
 
     @property
     def slot_keys(self) -> Tensor | None:
-        """Key per slot, int64, for 16-bit rows in memory. None for other rows."""
+        """Key per slot, int64, for 16-bit rows in memory, whose stochastic rounding depends on the key.
+
+        None for other rows.
+        """
         return self.memory.get("key")
 
     @property
@@ -360,7 +363,7 @@ class HashedTable:
             train: whether the rows will be updated.
             fills: queue for writes to the slots. The caller runs it before the rows are read.
             fresh: slots just assigned for this batch, with their keys; None: none.
-            num_absent: number of entries in ``parts`` for these slots.
+            num_absent: number of entries in ``parts`` with slots just assigned.
         """
         if fresh is not None:
             self._write_new_rows(fresh.slots, fresh.ids, fills)
@@ -513,14 +516,17 @@ class HashedTable:
         return admission_counts_for(keys, storage.max_rows, span, storage.name)
 
     def part_columns(self, columns: Span) -> Span:
-        """Return where table columns lie in the part ``weight`` of the whole table.
+        """Convert an interval of table columns to an interval of columns of the row part ``weight``.
 
         The result equals ``columns`` for floating-point rows, and counts bytes for quantised rows.
         """
         return self.storage.part_column(columns[0]), self.storage.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
-        """Return the table columns in an interval of the part ``weight``. Inverts ``part_columns``."""
+        """Convert an interval of columns of the row part ``weight`` to table columns.
+
+        Inverts ``part_columns``.
+        """
         # Special case: the last byte of a row may be padded, so its columns do not follow from the bytes.
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
@@ -842,7 +848,7 @@ class HashedRows(ExternalRows):
         return torch.empty((0, columns), dtype=self.dtype, device=device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Return None: a ``HashedTable`` is also the index."""
+        """Return None, because a ``HashedTable`` is an index itself, and is created by ``table``."""
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
@@ -993,7 +999,10 @@ def evict_rows(evictions: Iterable[tuple[HashedTable, Tensor, Collection[object]
 
 
 def _pop_released(table: HashedTable) -> Tensor:
-    """Remove and return finished batches' pending slots. A slot used by two batches occurs twice."""
+    """Return the pending slots of finished batches, int64, and clear the table's list ``released``.
+
+    A slot used by two finished batches occurs twice.
+    """
     parts = [_NONE]
     # Other threads may append meanwhile: ``popleft`` and ``append`` are atomic.
     while table.released:
