@@ -287,7 +287,8 @@ def _without_seen(dataset: "Dataset", embedding_dim: int) -> list[EmbeddingBagCo
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:
     """Return the names of the item feature and of the history feature, which share a table.
 
-    If ``dataset.item`` is None, search for a sequence feature that shares a table with another feature.
+    The history is the sequence feature that shares a table with ``dataset.item``. If ``dataset.item`` is
+    None, the item may be any feature that is not a sequence.
 
     Raises:
         ValueError: the dataset does not have exactly one such pair of features.
@@ -311,10 +312,10 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
 
 
 def seen_feature(dataset: "Dataset") -> str | None:
-    """Return the name of the feature that lists items to exclude from recommendations: `Dataset.seen`.
+    """Return `Dataset.seen`, the name of the feature with the items to exclude from recommendations.
 
-    Log a warning if a feature is called "seen" but the dataset does not declare it, because these items are
-    then recommended like all others.
+    Return None if the dataset does not name such a feature. If it nevertheless has a feature called "seen",
+    log a warning, because the items in this feature are then recommended like all other items.
     """
     if dataset.seen is None and any(feature.name == "seen" for feature in dataset.features):
         _logger.warning(

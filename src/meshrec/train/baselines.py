@@ -79,7 +79,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
 
 
 def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Fit and evaluate the baselines for a single label.
+    """Fit and evaluate the baselines for a single label, and yield the result of each.
 
     Args:
         dataset: the dataset.
@@ -88,6 +88,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
     """
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches with this label as their only label, [B]."""
         return (
             batches
             if number is None
@@ -99,6 +100,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
     held_out_readers = {name: reader for name, reader in readers.items() if reader is not None}
 
     def read(reader: "Reader") -> Batch:
+        """Read the first samples, with this label as their only label, [B]."""
         samples = first_samples(reader)
         return samples if number is None else replace(samples, labels=samples.labels[:, number])
 
@@ -106,6 +108,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
     mean = weighted_mean(train.labels, weights_of(train)).clamp(1e-6, 1 - 1e-6)  # keeps the logit finite
 
     def evaluated(name: str, logits: Callable[[Batch], Tensor]) -> Baseline:
+        """Evaluate a baseline on all validation and test samples."""
         baseline = Baseline(name, {}, {})
         for data, reader in held_out_readers.items():
             scored = _scored(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
@@ -147,7 +150,8 @@ def _scored(
         tell: called with the finished share, from 0 to 1.
 
     Returns:
-        Logits, labels and sample weights (None: all 1) of all samples.
+        The logits, the labels and the sample weights of all samples, [num_samples] each. The weights are
+        None if all weights are 1.
     """
     scored: list[Scored] = []
     for number, batch in enumerate(batches):

@@ -103,9 +103,9 @@ def fit_boosted(train: TreeSamples, held_out: TreeSamples, num_trees: int, *, se
     The first half of the trees learns the model's residuals (residual trees). They are dropped if they do not
     raise the AUC on ``held_out``. The second half learns the labels without the model (independent trees).
     The result averages the logits of the model with residual trees and the logits of the independent trees,
-    which lowers the variance. The independent trees are dropped if the average has an AUC more than a
-    standard error below the AUC without them. If the samples in ``held_out`` have only one class, there is no
-    AUC, and the result has no trees.
+    which lowers the variance. The independent trees are dropped if they lower the AUC on ``held_out`` by more
+    than a standard error. If the samples in ``held_out`` have only one class, there is no AUC, and the result
+    has no trees.
 
     Args:
         train: training samples.
@@ -207,13 +207,15 @@ def _fit_trees(
         seed: random seed.
 
     Returns:
-        The trees, and their summed output for ``held_out``, [B]; empty without ``held_out``.
+        The trees, and the sum of their outputs for every held-out sample, [B]. The sums are an empty tensor
+        without ``held_out``.
     """
     lightgbm = needs("lightgbm", "lightgbm")
     if not num_trees:
         return [], torch.zeros_like(held_out.logits if held_out is not None else train.logits[:0])
 
     def data_of(samples: TreeSamples, reference: Any) -> Any:
+        """Convert samples to a LightGBM dataset, with the bins of the dataset ``reference`` unless None."""
         return lightgbm.Dataset(
             samples.inputs.numpy(),
             samples.labels.numpy(),

@@ -163,7 +163,7 @@ def _with_optimizers(
     dense_parameters: Mapping[str, Tensor],
     plan: PlannedShardingPlan | None,
 ) -> BuiltModel:
-    """Create the optimizer of the dense part, and combine it with the table optimizer.
+    """Create the optimizer of the dense part, combine it with the table optimizer, and return the result.
 
     Args:
         recipe: the recipe.

@@ -76,7 +76,10 @@ class ClickLog(DataSource):
         return self._frame(features=features).dataset(features)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log for scoring. Histories are made from that log.
+        """Open another log for scoring.
+
+        A history has the user's earlier clicks in that other log. If the log has a column with histories,
+        that column is used instead.
 
         Args:
             features: fitted features.

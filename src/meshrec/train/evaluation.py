@@ -102,9 +102,9 @@ def score(
 ) -> Iterator[Scored]:
     """Compute logits for this rank's share of the samples, in reader order, a batch at a time.
 
-    Collective: all ranks take the same number of steps. All batches have ``batch_size`` samples, the last
-    with padding, because matrix libraries sum in another order at other sizes, and logits must not depend on
-    the number of ranks. The model is in training mode afterwards.
+    Collective: all ranks take the same number of steps. Every batch is padded to ``batch_size`` samples if it
+    has fewer. Matrix libraries sum in another order at another size, and the logits must not depend on the
+    number of ranks. The model is in training mode afterwards.
 
     Args:
         model: a model called as ``model(dense, sparse)``.
@@ -114,7 +114,7 @@ def score(
         watch: called with every batch before it is scored.
 
     Yields:
-        Outputs for a batch.
+        The outputs, labels and weights of the samples in a batch, without the padding.
 
     Raises:
         ValueError: a batch has NaN or infinite dense values.
@@ -187,7 +187,7 @@ def outputs_of(model: nn.Module, reader: "Reader", ranks: Ranks) -> tuple[Tensor
 def evaluation_batch_size(reader: "Reader") -> int:
     """Return the batch size per rank for evaluations during training.
 
-    It is `EVALUATION_BATCH`, or for fewer samples their number rounded up to a power of two. It does not
-    depend on the number of ranks, so neither do the logits; see `score`.
+    The size is `EVALUATION_BATCH`. If the reader has fewer samples, it is the sample count rounded up to a
+    power of two. The size does not depend on the number of ranks, so neither do the logits; see `score`.
     """
     return min(EVALUATION_BATCH, 1 << max(reader.num_samples - 1, 0).bit_length())

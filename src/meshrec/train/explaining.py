@@ -38,10 +38,11 @@ class Explanation(NamedTuple):
     Attributes:
         samples: number of samples used.
         metric: the metric by which importance is measured: AUC, NDCG@k, or the loss.
-        importance: by feature, how much worse the metric is if the feature's values are permuted among the
-            samples. In decreasing order.
-        slices: by feature and table row, the metrics for samples with this row, for the most frequent
-            rows. Row -1 stands for all other rows. Empty unless the labels are clicks.
+        importance: importance by feature, in decreasing order. The importance is the amount by which the
+            metric becomes worse if the feature's values are permuted among the samples.
+        slices: metrics by feature, table row and metric name, for the most important features. An entry has
+            the metrics over the samples with this row. Only the most frequent rows have an entry. Row -1
+            stands for all other rows. Empty unless the labels are clicks.
     """
 
     samples: int
@@ -53,7 +54,7 @@ class Explanation(NamedTuple):
         """Convert to plain JSON types.
 
         Args:
-            names: data value by feature and table row, to be shown instead of row numbers where available.
+            names: names of table rows, by feature and row. A row without a name is called "row NUMBER".
         """
         slices = {
             feature: {
@@ -70,10 +71,11 @@ def explain(
 ) -> Explanation | None:
     """Compute permutation importance and metrics by feature value. Collective.
 
-    The importance of a feature is the loss in quality if the values are permuted among the samples (Breiman,
-    "Random forests", 2001), on data to which the model was not fitted. Every rank permutes within its own
-    batches. Redundant features have a low importance, because they can replace each other. Histories are
-    permuted twice: among samples, and within every sample, which shows the importance of their order.
+    The importance of a feature is the loss in quality if the feature's values are permuted among the samples
+    (Breiman, "Random forests", 2001). The model should not have been fitted to these samples. Every rank
+    permutes values within its batches. Redundant features have a low importance, because they can replace
+    each other. Histories are permuted twice: among samples, and within every sample, which shows the
+    importance of their order.
 
     Args:
         model: a model called as ``model(dense, sparse)``; in training mode afterwards.
@@ -96,6 +98,7 @@ def explain(
         weights = concat_weights([(batch.weights, len(batch)) for batch in batches])
 
         def metrics(logits: Tensor) -> dict[str, float]:
+            """Compute the metrics of the loss from this rank's logits. Collective."""
             return loss.metrics(logits, labels, weights, group=ranks.control)
 
         # The metrics are collective, so all ranks leave here together.
@@ -234,7 +237,7 @@ def _table_rows(batches: list[Batch], name: str) -> "np.typing.NDArray[np.int64]
 def _slice_metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
-    """Compute the metrics for samples with each of the most frequent table rows.
+    """Compute separate metrics for the samples with each of the most frequent table rows.
 
     Args:
         logits: logits [B].
@@ -243,8 +246,8 @@ def _slice_metrics(
         rows: table row of every sample, [B].
 
     Returns:
-        Metrics by row, with row -1 for all other rows. Empty if there is only one row, or if the frequent
-        rows cover too few samples.
+        Metrics by name, by row. Row -1 stands for all other rows. Empty if there is only one row, or if the
+        frequent rows cover less than the share `_COVERED` of the samples.
     """
     values, indices, counts = np.unique(rows, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MAX_VALUES]

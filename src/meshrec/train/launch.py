@@ -39,7 +39,8 @@ class LaunchResult(NamedTuple):
     """Result of a launch.
 
     Attributes:
-        code: exit code for the launcher: 0, 1 after a failure, or 128 + n if signal n stopped the launcher.
+        code: exit code for the launcher. It is 0 after success, 1 after a failure, and 128 + n if signal n
+            stopped the launcher.
         error: error of the rank that failed first; None without a failure.
     """
 
@@ -56,7 +57,7 @@ def launch(
     environment: Mapping[str, str],
     rank_timeout: float = RANK_TIMEOUT,
 ) -> LaunchResult:
-    """Start a rank per process, each running ``meshrec ARGUMENTS``, and wait until all have ended.
+    """Start a process per rank, which runs ``meshrec ARGUMENTS``, and wait until all processes have ended.
 
     Ctrl-C and SIGTERM are passed on to the ranks, which stop at the next training step. Ranks share this
     machine's cores evenly unless OMP_NUM_THREADS is set. After a failure, ranks that do not end by themselves
@@ -136,7 +137,9 @@ def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
 
 
 def signals_of(failed: Any) -> dict[int, int]:
-    """Return the signals that killed ranks, by rank.
+    """Return the number of the signal that killed a rank, by rank.
+
+    Ranks which failed without a signal are not included.
 
     Args:
         failed: torch's ``ChildFailedError``.
@@ -148,20 +151,21 @@ def signals_of(failed: Any) -> dict[int, int]:
 def _killing_stragglers(
     folder: RunFolder, num_ranks: int, rank_timeout: float, unresponsive_ranks: set[int]
 ) -> Iterator[None]:
-    """Context manager that kills ranks which no longer answer, from a thread.
+    """Context manager with a thread that watches the ranks, and kills unresponsive ranks.
 
-    A rank is killed if it still runs some time after another rank has failed, or if it is stopped (SIGSTOP)
-    for longer than ``rank_timeout``.
+    A rank is killed if it still runs `_GRACE_SECONDS` after another rank has failed, or if it is stopped
+    (SIGSTOP) for longer than ``rank_timeout``.
 
     Args:
         folder: run folder with error files and process IDs.
         num_ranks: number of ranks.
         rank_timeout: seconds after which a stopped rank is killed.
-        unresponsive_ranks: receives the killed ranks.
+        unresponsive_ranks: set to which the thread adds the killed ranks.
     """
     stop_event, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
+        """Kill unresponsive ranks, until ``stop_event`` is set."""
         while not stop_event.wait(_POLL_SECONDS):
             for rank in _stragglers(folder, num_ranks):
                 # The file with the process ID may be missing or incomplete while a rank starts or ends.
@@ -174,6 +178,7 @@ def _killing_stragglers(
                     _kill(pid, rank)
 
     def _kill(pid: int, rank: int) -> None:
+        """Kill a rank's process, and record the rank in ``unresponsive_ranks``."""
         unresponsive_ranks.add(rank)
         os.kill(pid, signal.SIGKILL)
 

@@ -109,9 +109,9 @@ def first_samples(reader: "Reader") -> Batch:
 def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
     """Return the input matrix of a linear model, a sparse matrix [B, columns].
 
-    It has a column per feature and table row, a column per dense value, and last a bias column. IDs count as
-    the tables pool them: with SUM pooling, every ID in a bag has the value 1, and with MEAN pooling, the IDs
-    in a bag share the value 1. Hashed tables have no columns.
+    It has a column per feature and table row, a column per dense value, and last a bias column. The entry for
+    an ID follows the table's pooling. With SUM pooling, the entry is 1. With MEAN pooling, it is 1 divided by
+    the number of IDs in the bag. Hashed tables, which find rows by the hash of an ID, have no columns.
 
     Args:
         dataset: the dataset, which determines the tables.
@@ -193,6 +193,7 @@ def fit_regression(
     for number, penalty in enumerate(_PENALTIES):
 
         def tell_share(share: float, number: int = number) -> None:
+            """Report progress over all penalties, from the finished share of the fit with this penalty."""
             tell((number + share) / len(_PENALTIES))
 
         last = _fit(train, transposed, penalty=penalty, start=last, tell=tell_share)
@@ -234,8 +235,8 @@ def _fit(
 ) -> "Vector":
     """Minimize the weighted sum of losses plus ``penalty`` / 2 times the sum of squared weights.
 
-    L-BFGS runs on scaled columns (by the Hessian's diagonal at zero), and then needs some 30 iterations.
-    Without scaling, it has not converged after 40.
+    L-BFGS runs on columns that are scaled by the Hessian's diagonal at zero. It then needs about 30
+    iterations. Without scaling, it has not converged after 40 iterations.
 
     Args:
         train: training samples.
@@ -260,6 +261,7 @@ def _fit(
     num, calls = len(labels), itertools.count()
 
     def loss(scaled: "Vector") -> "tuple[float, Vector]":
+        """Return the loss with penalty, divided by the sample count, and the gradient for scaled weights."""
         tell(min(1.0, next(calls) / _ITERATIONS))
         coefficients = scaled * scale
         logits = data @ coefficients

@@ -28,7 +28,7 @@ _COLUMNS_OF_MOVIES = LogColumns(
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource(ABC):
-    """Base class for data sources that turn a log into user histories and next-item targets.
+    """Base class for data sources that convert a log of user actions to histories and next-item targets.
 
     See `meshrec.data.next_items`. A run learns the item vocabulary once, and stores it in the run folder.
     """
@@ -88,7 +88,7 @@ class LogSource(ABC):
         return self.dataset_of(self.interactions(features).log, self.held_out)
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open another log for evaluation. The target is every user's last item.
+        """Open another log for evaluation. For every user, the target is the last item in that log.
 
         Args:
             features: fitted features.
@@ -207,10 +207,16 @@ class Log(LogSource, DataSource):
 
     @property
     def _memory(self) -> int:
+        """Memory for building ``histories``, in bytes."""
         return int(self.histories_gib * (1 << 30))
 
     def _files(self, data: Any = None, features: "Features | None" = None) -> "LogFiles":
-        """Return the log's files, or other files, with the columns to read."""
+        """Return the log's files with the columns to read.
+
+        Args:
+            data: other files to return; None: the recipe's log.
+            features: fitted features, which determine the column types. None: the types are inferred.
+        """
         from meshrec.data.log_parts import LogFiles
 
         paths = self.log if data is None else data

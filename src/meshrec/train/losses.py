@@ -242,8 +242,8 @@ class Ranking(Loss):
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Return the sum of the losses of all queries in the batch.
 
-        If a query is split over two batches, both have a loss for it. Samples with weight 0 are left out. A
-        pair has the weight of the more relevant sample.
+        A query that is split over two batches counts as two queries. Samples with weight 0 are left out. For
+        the pairwise loss, a pair of samples has the weight of the more relevant sample.
 
         Args:
             outputs: scores [B].
@@ -319,7 +319,11 @@ class NextItem(Loss):
             weights: sample weights [B]; None: all weights are 1.
 
         Returns:
-            Losses, ranks, sample weights or None (all 1), and numbers of tied items or None (not known).
+            - The loss of every selected sample, [n].
+            - The rank of the target item, [n].
+            - The sample weights, [n]; None if all weights are 1.
+            - The number of items with the same score as the target, [n]; None if ``outputs`` has no such
+              column.
         """
         is_positive = labels > 0
         return (
@@ -482,8 +486,8 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
 def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor | None) -> Tensor:
     """Return the ListNet loss, summed over queries.
 
-    A query's loss is the cross-entropy between the relevance, as shares of its sum, and the softmax of the
-    scores.
+    A query's loss is the cross-entropy between two distributions over the query's samples: the relevance
+    divided by the query's total relevance, and the softmax of the scores.
 
     Args:
         scores: scores [B].

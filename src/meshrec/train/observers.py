@@ -32,8 +32,8 @@ class Started(NamedTuple):
         num_test: number of test samples.
         num_ranks: number of ranks.
         device: device type.
-        num_table_parameters: parameter count in embedding tables.
-        num_dense_parameters: count of other parameters.
+        num_table_parameters: number of parameters in the embedding tables.
+        num_dense_parameters: number of all other parameters.
         plan: sharding plan; None for an unsharded model.
         first_step: number of steps finished by earlier starts of the run.
         num_steps: step at which the run ends.

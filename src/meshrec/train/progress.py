@@ -15,9 +15,10 @@ class Progress:
         num_samples: training samples so far, over all ranks, without skipped damaged rows.
         seconds: training time in seconds, over all starts of the run.
         position: epoch, and number of samples read in this epoch, including skipped rows.
-        published: last delta written for servers; None before the first. A delta is written before every
-            checkpoint, so it contains all steps up to the checkpoint.
-        start_options: model options returned by `ModelConfig.start`.
+        published: last delta written for servers; None before the first. A delta is a set of files with the
+            weights changed since the previous delta. It is written before every checkpoint, so it contains
+            all steps up to the checkpoint.
+        start_options: model options returned by `ModelConfig.start`; empty if no weights were fitted.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,9 @@ class Progress:
         self.start_options: dict[str, Any] = {}
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """Count a finished step, and move the position in the data.
+        """Count a finished step, and advance the position in the data.
+
+        At the end of an epoch, the position becomes the start of the next epoch.
 
         Args:
             num_samples: number of samples read by all ranks in this step.

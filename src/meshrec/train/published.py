@@ -81,7 +81,7 @@ def csv_to_parquet(
 
 
 def criteo_kaggle() -> Recipe:
-    """Train DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. To reach: AUC 0.8143 (BARS)."""
+    """Train DeepFM on Criteo's Kaggle data (criteo_kaggle/train.parquet). BARS reports AUC 0.8143."""
     from meshrec.data.features import Buckets, Features, Label, Number, Vocabulary
 
     counts, names = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
@@ -98,7 +98,7 @@ def criteo_kaggle() -> Recipe:
 
 
 def avazu() -> Recipe:
-    """Train DeepFM on Avazu's Kaggle data, avazu/train.parquet. To reach: AUC 0.7930 (BARS, Avazu_x4)."""
+    """Train DeepFM on Avazu's Kaggle data (avazu/train.parquet). BARS reports AUC 0.7930 (Avazu_x4)."""
     from meshrec.data.features import DatePart, Features, Label, Number, Vocabulary
 
     features = Features(
@@ -116,8 +116,8 @@ def avazu() -> Recipe:
 def movielens_20m() -> Recipe:
     """Train DCN-v2 on ml-20m: will this user like this movie?
 
-    BARS does not have a figure for this task. The nearest is about tags instead of ratings: DCN-v2 reaches
-    AUC 0.9606 on MovielensLatest_x1.
+    BARS does not report a metric for this task. The most similar BARS data set is MovielensLatest_x1, which
+    has tags instead of ratings. DCN-v2 reaches AUC 0.9606 on it.
     """
     return Recipe(
         name="movielens_20m",

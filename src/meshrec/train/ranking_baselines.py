@@ -42,21 +42,24 @@ Scores = Callable[[Batch], Any]
 def ranking_baselines(
     dataset: "Dataset", tell: Tell = lambda share: None, *, loss: NextItem | None = None
 ) -> Iterator[Baseline]:
-    """Evaluate baselines on the same samples as the model, by the same ranking rules, and yield the results.
+    """Evaluate ranking baselines, and yield the result of each.
 
-    A baseline scores all catalog items for a user:
+    Baselines rank the same items for the same samples as the model does. A baseline scores all catalog items
+    for a user:
 
     - Item popularity: how often the item is a target in the training data.
     - Item-kNN: the sum of cosine similarities between the item and the user's items. Items are similar if the
-      same users had them. An item has a similarity only with the 20, 100 or 500 most similar items; the
-      validation NDCG selects the number. See Sarwar et al., "Item-based collaborative filtering
+      same users had them. An item keeps only the similarities with the 20, 100 or 500 most similar items. The
+      validation NDCG selects this number. See Sarwar et al., "Item-based collaborative filtering
       recommendation algorithms" (2001).
     - Markov chain: how often the item followed the user's last item in the training data.
-    - Repeated items, if users may take an item again: how often the item is in the user's history. A variant
-      halves the weight every 2, 8 or 32 items; the validation NDCG selects the number.
+    - Repeated items, only if the ranking includes items from the user's past: how often the item is in the
+      user's history. In a second variant, an occurrence counts half as much for every 2, 8 or 32 later items.
+      The validation NDCG selects this number.
 
-    Item-kNN learns from the users in the validation data, with their earlier items. If these have more than
-    16 million items, it learns from evenly spaced users, and logs how many.
+    Item-kNN learns from the earlier items of the users in the validation data. If these users have more than
+    16 million items in all, it learns only from every second, fourth or eighth user, and so on, and logs the
+    number of users.
 
     Args:
         dataset: the dataset.
@@ -189,7 +192,8 @@ class _BaselineEvaluator:
     def transitions(self) -> Scores:
         """Count transitions in the training data, and return the Markov chain's score function.
 
-        The score of an item is how often it followed the user's last item.
+        The function maps a batch to scores [B, I]. The score of an item is how often it followed the user's
+        last item in the training data. All scores are 0 for a user without a history.
         """
         from scipy import sparse
 
@@ -221,7 +225,8 @@ class _BaselineEvaluator:
     def _items_of_users(self) -> Any:
         """Return the items that users in the validation data had earlier, as a sparse 0/1 matrix [users, I].
 
-        If there are too many items, only evenly spaced users are included.
+        If the matrix would have more than `_MAX_PAIRS` entries, only every second, fourth or eighth user, and
+        so on, is included.
         """
         from scipy import sparse
 

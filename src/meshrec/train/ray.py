@@ -205,6 +205,7 @@ def _train(config: dict[str, Any]) -> None:
     reporter = _Reporter(config["report_every"])
 
     def screen(folder: RunFolder) -> Any:
+        """Pass the run folder to the reporter, and return an observer that ignores all events."""
         reporter.folder = folder
         return lambda event: None
 
@@ -215,7 +216,7 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def _torch_config() -> Any:
-    """Return Ray's process group configuration, with a backend that calls `form_group` on every worker.
+    """Return a process group configuration for Ray, whose backend calls `_form_group` on every worker.
 
     Ray's default backend would let rank 0's store listen on every network interface.
     """

@@ -82,7 +82,10 @@ class FittedSource(Protocol):
 
 @runtime_checkable
 class RawSource(FittedSource, Protocol):
-    """Interface of a fitted source whose samples are table rows, which server requests can contain."""
+    """Interface of a fitted source in which every sample is converted from a single table row.
+
+    A server can therefore score the rows in requests.
+    """
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
         """Return the Arrow schema of a row: column names and types."""
@@ -268,8 +271,8 @@ class ModelConfig(ABC):
     def attention_width(self) -> int:
         """Width of the self-attention over histories; 0 without self-attention.
 
-        Self-attention has a cost that is quadratic in the history length, by which samples are balanced
-        between ranks.
+        The cost of self-attention is quadratic in the history length. The width is needed to estimate this
+        cost, and to distribute the samples so that all ranks have about the same cost.
         """
         return 0
 
@@ -287,8 +290,9 @@ class ModelConfig(ABC):
             ranks: the ranks, from `join`.
 
         Returns:
-            None if nothing was fitted. Otherwise option values for this configuration. With them, a refit on
-            all rows, which has no validation data, repeats the fit.
+            The options of this configuration selected during the fit, with their values. A refit on all rows
+            has no validation data to select them, so it sets them to repeat the fit. None if nothing was
+            fitted.
         """
         return None
 

@@ -95,7 +95,7 @@ def dcn() -> Recipe:
 
 
 def mmoe() -> Recipe:
-    """Train MMoE on the MovieLens ratings: will this user like this movie, and rate it best of all?"""
+    """Train MMoE on the MovieLens ratings: will this user like this movie, and give it five stars?"""
     return dataclasses.replace(
         _movielens_recipe("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
         data=MovieLens(liked_from=(4.0, 5.0)),
@@ -159,15 +159,19 @@ def resolve(name: str) -> Recipe:
 
 
 def full_name(name: str) -> str:
-    """Complete a recipe name: for ``path/to/file.py``, a file with a single recipe, add ``:function``."""
+    """Append ``:function`` to a recipe name ``path/to/file.py``, if the file has a single recipe.
+
+    Return other names unchanged.
+    """
     names = _recipes_of_file(name)
     return names[0] if len(names) == 1 else name
 
 
 def _suggest_function(name: str) -> str:
-    """Return a hint for an error, if a recipe file was given without a function: the functions in the file.
+    """Return a hint for an error about a recipe file named without a function.
 
-    The hint is empty for other names.
+    The hint lists up to three functions in the file. It is empty if ``name`` is not a Python file, or if the
+    file has no functions.
     """
     names = _recipes_of_file(name)
     return f" Did you mean {' or '.join(names[:3])}?" if names else ""
@@ -316,7 +320,7 @@ def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T
     Args:
         holder: a dataclass. Other objects are returned unchanged.
         folder: folder at which relative paths start.
-        texts: names of fields in which strings are paths, too.
+        texts: names of the fields in which strings are paths. In all other fields, only a ``Path`` is a path.
     """
     if not dataclasses.is_dataclass(holder):
         return holder

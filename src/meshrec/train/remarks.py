@@ -71,9 +71,10 @@ def winner(summary: Mapping[str, Any]) -> str | None:
 
 
 def _sample_remark(summary: Mapping[str, Any]) -> str | None:
-    """Return a remark with 95 % intervals if the test metrics are from a sample of users, else None.
+    """Return a remark if the test metrics are from a sample of all users, else None.
 
-    The interval of a recall is that of a share (normal approximation).
+    The remark has a 95 % confidence interval for every recall. A recall is a share of users, so the interval
+    is the normal approximation for a share.
 
     Args:
         summary: ``summary.json`` content.

@@ -116,9 +116,10 @@ class RunFolder:
 
     @property
     def whole_phases(self) -> Path:
-        """Path to the file with times per phase and rank for steps without overlap, for pipelined runs only.
+        """Path to the file with phase durations in steps without overlap of communication and computation.
 
-        See `meshrec.train.steps.PhaseTimes`.
+        A pipelined run measures such steps next to the overlapped steps in `phases`; see
+        `meshrec.train.steps.PhaseTimes`. Other runs do not have this file.
         """
         return self.path / "phases_whole.jsonl"
 
@@ -309,10 +310,10 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
 
 
 def make_folder(path: Path) -> bool:
-    """Create a run folder with a mark, which proves that MeshRec created it.
+    """Create a run folder, and in it a mark: a hidden file which proves that MeshRec created the folder.
 
     Returns:
-        True; or False if the folder exists already.
+        True if the folder was created. False if it existed already; then nothing is changed.
 
     Raises:
         OSError: the folder cannot be created, or the path is not a folder.
@@ -357,12 +358,15 @@ def _check_unused(path: Path) -> None:
 
 
 def run_marks(path: Path) -> list[Mark]:
-    """Return the marks in a folder, by which MeshRec recognizes a run folder that it created or uses."""
+    """Return the marks in a folder. A mark is a hidden file by which MeshRec recognizes its run folders.
+
+    The list is empty if no run has created or used the folder.
+    """
     return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
 
 
 def created_folder(run: Mark) -> bool:
-    """Return whether the run created its folder (True), or used an existing empty folder (False)."""
+    """Return whether the run with this mark created its folder (True), or used an empty folder (False)."""
     return run.kind == _KINDS[0]
 
 

@@ -26,9 +26,12 @@ from meshrec.train.stored_run import RUN_FILES, upload_run
 class CheckpointSaver:
     """Saves a run's checkpoints, deltas and best weights. All methods are collective.
 
+    A delta is a set of files with the weights changed since the previous delta. Servers apply deltas to
+    update their model. A delta is written before every checkpoint and before every save of the best weights.
+    The saved weights then end with a delta, and a server with these weights can apply all later deltas.
+
     A failed save, for example on a full disk, is reported but does not end the run. Older checkpoints remain,
-    and the next save tries again. A delta is written before every checkpoint and before the best weights are
-    saved, so that servers and resumed runs which start from either miss no step.
+    and the next save tries again.
 
     Args:
         built: the model and the optimizers.
@@ -126,9 +129,10 @@ class CheckpointSaver:
             )
 
     def publish(self) -> None:
-        """Write a delta, if the recipe publishes deltas. After a failure, the next delta has the same rows.
+        """Write a delta, if the recipe publishes deltas.
 
-        A failure is reported to the user.
+        A failure is reported to the user, and does not end the run. The next delta then also has the rows of
+        the failed delta.
         """
         if self._publisher is not None:
             try:

@@ -92,9 +92,10 @@ class Steps:
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Context manager in which a few steps are traced by torch's profiler, if a profile was requested.
+        """Context manager in which torch's profiler records a few steps, if a profile was requested.
 
-        The trace can be shown by Perfetto (ui.perfetto.dev).
+        The profiler writes a trace to the run folder, which Perfetto (ui.perfetto.dev) can show. Without a
+        request, the context manager does nothing.
         """
         if self._trace is None:
             yield
@@ -134,7 +135,9 @@ class PhaseTimes:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Context manager for a training step, which records phase times if this step is due.
+        """Context manager for a training step. It records the step's phase times if a recording is due.
+
+        Otherwise, it does nothing.
 
         Args:
             step: number of finished steps.
@@ -175,7 +178,7 @@ class MetricLines:
         recipe: the recipe.
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
-        progress: progress of the run. `take` updates its samples and seconds.
+        progress: progress of the run, to which `take` adds the samples and seconds since the last line.
         samples_per_epoch: number of training samples.
     """
 

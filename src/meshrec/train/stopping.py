@@ -99,7 +99,10 @@ class StopRequest:
         return agreement
 
     def finish(self) -> Agreement:
-        """Wait for flags that have not been read yet, and return them."""
+        """Wait for the flags of the last step if they have not been read yet, and return them.
+
+        Otherwise, both flags in the result are False.
+        """
         if self._pending is None:
             return Agreement()
         (flags, work), self._pending = self._pending, None
@@ -167,7 +170,7 @@ class PairedTest:
         return max(self._deviations[-_RECENT:]) < _PROMISING_ERRORS
 
     def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:
-        """Compare an evaluation with the reference, and make it the new reference if it is better.
+        """Compare an evaluation with the reference. It becomes the reference if it is significantly better.
 
         Args:
             losses: loss of every sample, [n]. All calls must have the same samples in the same order.
@@ -206,7 +209,7 @@ def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) 
 
 
 class EarlyStopping:
-    """Decides after every evaluation whether the run should end early, from all metrics so far.
+    """Decides after every evaluation whether the run should end early. It compares all metrics so far.
 
     Args:
         patience: number of evaluations without a better AUC after which the run ends; None: never.

@@ -18,7 +18,8 @@ class Straggler(NamedTuple):
 
     Attributes:
         rank: the rank.
-        share: share of the time during which the other ranks wait for it, on average.
+        share: share of the measured time for which another rank waits for this rank, from 0 to 1. It is the
+            mean over all other ranks.
     """
 
     rank: int

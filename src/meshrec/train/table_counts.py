@@ -17,6 +17,8 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 class IdCounts:
     """Computes metrics about the IDs in every hashed table, for a metrics line.
 
+    A hashed table finds rows by the hash of an ID. It admits new IDs in training, and evicts old IDs.
+
     Args:
         model: the model, with sharded tables.
         ranks: the ranks, from `join`.
@@ -35,9 +37,16 @@ class IdCounts:
     def take(self) -> dict[str, float]:
         """Return metrics named ``hashed/TABLE/METRIC``, over all ranks. Collective.
 
-        ``live`` is the current number of IDs with a row. ``new``, ``refused`` and ``evicted`` are numbers of
-        IDs since the last call. ``hit_rate`` is the share of IDs read in training that had a row or were
-        about to get one.
+        The values count IDs:
+
+        - ``live``: IDs that have a row now.
+        - ``new``: IDs admitted since the last call.
+        - ``refused``: IDs not admitted since the last call. An ID counts whenever an update refuses it.
+        - ``evicted``: IDs whose rows were evicted since the last call.
+        - ``hit_rate``: share of IDs with a row, or with a reserved row, among the IDs looked up in training
+          since the last call. Missing if no ID was looked up.
+
+        Return an empty dict if the model has no such tables.
         """
         if not self._tables:
             return {}
@@ -59,7 +68,10 @@ class IdCounts:
 
 
 def _table_counts(module: TableModule) -> Iterable[float]:
-    """Return the share of all keys that this rank holds, and the counts of these keys' table shards."""
+    """Return the share of a table's keys that this rank holds, and then this rank's `_COUNTS`.
+
+    A key is the hash of an ID. Every count is the sum over this rank's shards of the table.
+    """
     # Column shards of the same keys report the same counts, so use only the shards with the first column.
     first = [table for table in module.tables if table.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]

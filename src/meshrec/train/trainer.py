@@ -198,7 +198,8 @@ class Trainer:
     def _needs_evaluation(self) -> bool:
         """Return whether a resumed run must evaluate first.
 
-        This is so if the checkpoint is from the end of an epoch, but from before the epoch's evaluation.
+        This is so if the recipe evaluates at the end of every epoch, and the checkpoint was saved at the end
+        of an epoch but before the evaluation. A run that is already over does not evaluate again.
         """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (
@@ -291,7 +292,10 @@ class Trainer:
         return True
 
     def _raise_first_failure(self) -> None:
-        """Raise a LossError for the first failed step, the same on every rank. Collective."""
+        """Raise a LossError about the first failed step on any rank. Collective.
+
+        All ranks raise the same error. Call this method only after a step has failed on some rank.
+        """
         # All ranks choose the earliest step, so that they raise the same error.
         failures = [
             failure for failure in self.ranks.collect(self._steps.first_failure) if failure is not None

@@ -41,9 +41,9 @@ def has_trees() -> bool:
 class TreeBaseline:
     """LightGBM model, fitted to training samples on creation. Called with a batch, it returns logits.
 
-    The inputs are dense values as they are, and IDs of single-ID features as categories. A feature with lists
-    becomes an indicator column for each of its most frequent IDs. Trees are added until the validation AUC
-    has not improved for 50 trees. Without validation data, there are 200 trees.
+    The inputs are dense values as they are, and IDs of single-ID features as categories. A feature with ID
+    lists becomes several indicator columns, one for every frequent ID. Trees are added until the validation
+    AUC has not improved for 50 trees. If validation data is missing or lacks a class, there are 200 trees.
 
     Args:
         dataset: the dataset, which has the features and the validation data.
@@ -122,8 +122,9 @@ class TreeBaseline:
     def matrix(self, batch: "Batch") -> "Matrix":
         """Return a batch's input matrix, float32 [B, columns].
 
-        The columns are the dense values, a category per single-ID feature (NaN if the ID is missing), and the
-        indicators of features with lists.
+        The columns are the dense values, then a category per single-ID feature (NaN if the sample has no ID),
+        and then the indicators of features with ID lists. An indicator belongs to a frequent ID: it is 1 if
+        the list contains this ID, else 0.
         """
         columns = [batch.dense.numpy()]
         lists = []
@@ -150,7 +151,8 @@ class TreeBaseline:
     def _category(self, name: str, values: Tensor) -> Tensor:
         """Return the category of every ID.
 
-        Frequent IDs have separate categories, numbered by frequency. All other IDs share one category.
+        Frequent IDs have separate categories, numbered from 0 by descending frequency. All other IDs share
+        the category after them. If the feature has few IDs, the category is the ID itself.
 
         Args:
             name: feature name.

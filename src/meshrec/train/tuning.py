@@ -222,11 +222,12 @@ def tune(
     seed: int = 0,
     tell: Tell = lambda text: None,
 ) -> BestTrial:
-    """Search for the best option values: train variants of a recipe (trials), and record their results.
+    """Search for the best option values. Train variants of a recipe, and record the results. Collective.
 
-    Collective. If the file has a study of this recipe, it is continued, and its finished trials count. The
-    result of a trial is the best validation AUC, or the negative loss for numeric labels. A trial that lags
-    behind the others is pruned (ended early).
+    A variant is called a trial, and all trials together are a study. If ``storage`` already has a study of
+    this recipe, the search continues this study, and its finished trials count. The result of a trial is the
+    best validation AUC, or the negative loss for numeric labels. A trial that lags behind the others is
+    pruned (ended early).
 
     Args:
         recipe: the recipe to tune.
@@ -250,6 +251,7 @@ def tune(
     dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
     def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
+        """Train the variant with these option values, and return the result of `_train_trial`."""
         variant = with_options(recipe, values)
         variant.check(ranks.size)
         return _train_trial(variant, dataset or variant.data.load(), ranks, trial)
@@ -277,6 +279,7 @@ def tune(
     num_finished = sum(trial.state.is_finished() for trial in study.trials)
 
     def objective(trial: "optuna.Trial") -> float:
+        """Propose option values, share them with all ranks, and return the trial's result."""
         values = ranks.share({name: options.suggest(trial, name) for name, options in space.items()})
         worth = train(values, trial)
         tell(f"trial {trial.number}: {worth:.5f}  {_format_values(values)}")
@@ -346,6 +349,7 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
     stop = StopRequest()
 
     def observe(event: Event) -> None:
+        """Report validation results to Optuna, and request a stop if the trial should be pruned."""
         assert trial is not None
         if isinstance(event, Evaluated) and event.line["kind"] == "validation":
             worth = quality(dict(event.line))

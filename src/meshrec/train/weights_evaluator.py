@@ -72,9 +72,11 @@ class WeightsEvaluator:
         return self.early.record(quality(self.validation), step)
 
     def _tune_repeats(self, step: int) -> None:
-        """Select how models score items from the history, by validation ranking.
+        """Select how the model scores items that are already in a user's history.
 
-        See [Note: repeated items] in ``models/repeats.py``. Does nothing for models without such scores.
+        The settings are selected on the validation data, by the metric that also selects the best weights;
+        see [Note: repeated items] in ``models/repeats.py``. Does nothing if the model scores these items like
+        all other items.
 
         Args:
             step: current training step, for errors.
@@ -83,6 +85,7 @@ class WeightsEvaluator:
         assert reader is not None
 
         def measured() -> float:
+            """Evaluate the current settings on the validation data, and return the quality."""
             metrics = self._metrics("validation", self._scored(reader, evaluation_batch_size(reader)), step)
             return quality(metrics) or 0.0
 
@@ -92,7 +95,9 @@ class WeightsEvaluator:
                 module.choose(measured)
 
     def reevaluate(self, weights_step: int, step: int) -> None:
-        """Evaluate weights loaded from a checkpoint on the validation data, without effect on early stopping.
+        """Evaluate the model on the validation data again, after weights were loaded from a checkpoint.
+
+        The result replaces the validation metrics. It has no effect on early stopping.
 
         Args:
             weights_step: the weights' training step.
@@ -106,7 +111,7 @@ class WeightsEvaluator:
         Args:
             weights_step: the weights' training step.
             step: current training step.
-            tests: whether to add the result to the paired test against earlier weights.
+            tests: whether to add the result to the paired test against earlier weights; see `PairedTest`.
         """
         reader = self._dataset.validation
         assert reader is not None
@@ -143,10 +148,12 @@ class WeightsEvaluator:
         self.early.test.add(torch.cat([part[1] for part in parts])[order], every, step)
 
     def favor_current(self) -> None:
-        """Raise the AUC that later weights must exceed, so that they are not better merely by chance.
+        """Raise the AUC that later weights must exceed to become the best weights.
 
-        Call this method after the current weights have been evaluated on validation data. Without validation
-        data, or without an AUC, it does nothing.
+        The new threshold is the validation AUC of the current weights plus a small share of the width of the
+        AUC's 95 % confidence interval. Later weights then do not win merely by chance. Call this method after
+        the current weights have been evaluated on validation data. Without validation data, or without an
+        AUC, it does nothing.
         """
         auc = self.validation.get("auc")
         if auc is not None:

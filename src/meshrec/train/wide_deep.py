@@ -42,7 +42,10 @@ _FOLDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class WideDeepConfig(ModelConfig):
-    """Wide & deep model: a sum of linear terms, pairwise products and MLPs. Numbers have embeddings, too."""
+    """Wide & deep model, whose logit is the sum of linear terms, pairwise products and MLPs.
+
+    Numeric features have embeddings, too.
+    """
 
     embedding_dim: int = 8
     """Embedding width, the same for every table. The first column is the ID's linear weight."""
@@ -160,10 +163,10 @@ class WideDeepConfig(ModelConfig):
         return {"fit_penalty": fitted.penalty} | ({"fit_tree_counts": fitted.counts} if wide.trees else {})
 
     def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
-        """Return the L2 penalty per lookup, for every feature in table order; empty without shrinkage.
+        """Return the L2 penalty per row lookup, a value per feature; empty if ``shrinkage`` is 0.
 
-        The loss sees a row once per lookup, so the row's penalty is divided by the expected number of
-        lookups in an epoch.
+        Features are ordered by table. ``shrinkage`` is the penalty of a row over an epoch. A row is penalized
+        at every lookup, so ``shrinkage`` is divided by the expected number of row lookups in an epoch.
         """
         if not self.shrinkage:
             return []
@@ -181,8 +184,9 @@ class _InitialValues(NamedTuple):
     """Initial values of a wide & deep model, fitted to the first training samples.
 
     Attributes:
-        linear: weights of the regression: one per table row, per bin of a number, and per number, and then
-            the bias. Hashed tables have no weights.
+        linear: weights of the regression. There is a weight for every table row, for every bin of every
+            numeric feature, and for every numeric feature as a whole. The bias is last. Hashed tables, which
+            find rows by the hash of an ID, have no weights.
         scores: row scores per table (see `row_scores`), without hashed tables; empty without trees.
         trees: boosted trees.
         penalty: L2 penalty of the regression.
@@ -214,6 +218,7 @@ def _fit_initial_values(
     validation = None if dataset.validation is None else first_samples(dataset.validation)
 
     def labelled(samples: Batch) -> LabelledSamples:
+        """Convert samples to inputs for the regression."""
         encoding = model.numbers.encoding
         shares = encoding(samples.dense.to(encoding.scale.device)).cpu()
         # Add an input that is linear over all bins to the inputs per bin. The penalty then prefers straight
@@ -233,6 +238,7 @@ def _fit_initial_values(
     scores = _table_row_scores(dataset, train, fit_mask)
 
     def tree_samples(samples: Batch, matrix: Any) -> TreeSamples:
+        """Convert samples, and their input matrix for the regression, to samples for the trees."""
         logits = torch.from_numpy(matrix @ fit.weights)
         return TreeSamples(
             _tree_inputs(dataset, samples, scores), samples.labels, logits, weights_of(samples)
@@ -259,17 +265,17 @@ def _fit_initial_values(
 def _out_of_fold_samples(
     dataset: "Dataset", samples: Batch, regression_samples: LabelledSamples, fit: Regression, fit_mask: Tensor
 ) -> TreeSamples:
-    """Return training samples for trees, with row scores and logits that were fitted without the sample.
+    """Return training samples for trees. A sample's label does not contribute to its row scores and logit.
 
-    Every sample belongs to a fold, and gets scores and logits from a fit to the other folds. If the sample's
-    own label had contributed to them, they would predict it better than new labels, and trees would rely on
-    them too much.
+    Every sample belongs to a fold. Its row scores and logit come from a fit to the other folds. Scores fitted
+    to a sample's label would predict this label better than the labels of new samples, and trees would rely
+    on such scores too much.
 
     Args:
         dataset: the dataset.
         samples: training samples.
         regression_samples: the same samples as inputs for the regression.
-        fit: the regression fitted to all samples.
+        fit: an earlier regression, which gives the penalty and the weights from which fits start.
         fit_mask: which samples may contribute to fits, bool [B].
     """
     folds = torch.arange(len(samples)) % _FOLDS
@@ -291,7 +297,7 @@ def _out_of_fold_samples(
 def _table_row_scores(dataset: "Dataset", samples: Batch, fit_mask: Tensor) -> list[Tensor]:
     """Compute the row scores of every table (see `row_scores`), from samples where ``fit_mask`` [B] is True.
 
-    Hashed tables are left out.
+    Return a tensor [rows] per table, in the dataset's table order. Hashed tables are left out.
     """
     table_scores, weights = [], weights_of(samples)
     for table in dataset.tables(1):
@@ -309,8 +315,9 @@ def _table_row_scores(dataset: "Dataset", samples: Batch, fit_mask: Tensor) -> l
 def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Tensor:
     """Return the inputs of the trees, [B, N + F].
 
-    These are the N numbers, and for every one of F features, the row scores of its IDs, pooled like
-    embeddings. Features with hashed tables have 0.
+    The first N columns are the numeric features. The other columns belong to the F features with tables, in
+    table order. Such a column has the row scores of the feature's IDs, pooled like embeddings, or zeros if
+    the table is hashed.
 
     Args:
         dataset: the dataset.

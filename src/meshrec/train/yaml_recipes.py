@@ -130,8 +130,8 @@ def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
     Args:
         hint: the field's type annotation.
         value: plain value.
-        where: name of the field in errors.
-        name: field name.
+        where: full name of the field for errors, such as "recipe.yaml: model: layers".
+        name: field name alone. The field "features" becomes a `Features`.
     """
     if name == "features" and isinstance(value, Mapping):
         from meshrec.data.features import Features
@@ -208,7 +208,8 @@ def _to_plain(value: Any, declared: Any) -> Any:
 
     Args:
         value: the object.
-        declared: type annotation of the field. If the class differs, the class name is included.
+        declared: type annotation of the field that has the object. If the object is of another class, such as
+            a subclass, the result has the class name as "type".
 
     Raises:
         ValueError: YAML cannot represent the object.
