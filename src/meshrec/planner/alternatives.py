@@ -24,8 +24,9 @@ class Alternative(NamedTuple):
     Attributes:
         sharding_type: sharding type, such as ``"row_wise"``.
         num_parts: rectangles into which the table is split.
-        change: step time change in seconds; negative if the step gets faster. Includes the latency of
-            collectives which only this table needs, as the first split or the first data-parallel table.
+        change: step time change in seconds; negative if the step gets faster. If no other table needs some
+            collective, such as the gradient all-reduce of data-parallel tables, the collective's latency is
+            included.
     """
 
     sharding_type: str
@@ -34,10 +35,12 @@ class Alternative(NamedTuple):
 
 
 def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
-    """Return the best placement of a table for every sharding type, fastest first, by table name.
+    """Return for every table a list with the best placement per sharding type, by table name.
+
+    Each list is sorted by step time, fastest first.
 
     Args:
-        plan: plan with its inputs.
+        plan: plan with the planner inputs (tables, machine, constraints), as the planner returns it.
         most_tables: number of tables to consider, largest first.
 
     Raises:
@@ -81,9 +84,10 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
 
 
 class _Latency:
-    """Latency for the collectives in a step, given the other tables of the plan.
+    """Computes the latency of a step's collectives when a table is added to the other tables of a plan.
 
-    A collective runs if at least one table needs it, so the first such table adds the latency to the step.
+    A collective runs if at least one table needs it. So the added table increases the latency only if it
+    needs a collective which no other table needs.
 
     Args:
         model: cost model.
@@ -95,7 +99,11 @@ class _Latency:
         self._sharded, self._replicated = bool((~replicated_T).any()), bool(replicated_T.any())
 
     def seconds(self, replicated: bool) -> float:
-        """Return the latency in seconds with an additional table, which is data-parallel if `replicated`."""
+        """Return the step's latency in seconds with the added table.
+
+        Args:
+            replicated: True if the added table is data-parallel, False if it is sharded.
+        """
         usage = UsedCollectives(self._sharded or not replicated, False, self._replicated or replicated)
         return float(self._model.fixed_seconds(usage).sum())
 
@@ -112,13 +120,16 @@ def _best_per_type(
 ) -> dict[str, Alternative]:
     """Return the fastest even split of a table for every sharding type, by sharding type.
 
+    A sharding type is missing if no placement with this type is possible, for example for lack of memory.
+
     Args:
-        state: plan without this table.
-        problem: planning problem.
+        state: the plan's ranks and loads without this table.
+        problem: planning problem, with the candidates (ways to split a table).
         model: cost model.
         index: table index.
         constraints: constraints by table name.
-        before: step time in seconds with the table's present placement, in the phases which pieces use.
+        before: step time in seconds with the table's present placement, with latencies. Phases which only
+            other, data-parallel tables use are left out, because they do not change.
         latency: latency for the collectives which other tables need.
     """
     weight_K = state.weights()
@@ -140,7 +151,7 @@ def _best_per_type(
 
 
 def _only(placements: Placements, index: int) -> Placements:
-    """Return a table's placements, with the table indices unchanged."""
+    """Return only the placements of the table with this index; the index stays valid."""
     mine_N = placements.table_N == index
     replicated_T = np.zeros_like(placements.replicated_T)
     replicated_T[index] = placements.replicated_T[index]

@@ -18,7 +18,8 @@ class Annealer:
 
     Args:
         problem: planning problem.
-        admitted_Y: allowed candidate indices, per table type.
+        admitted_Y: indices of the allowed candidates, per table type. A candidate is a way to split a table;
+            a type is a set of identical tables.
     """
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
@@ -28,7 +29,7 @@ class Annealer:
 
     @staticmethod
     def supports(problem: Problem) -> bool:
-        """Return whether the compiled loop is available, and supports the problem's number of phases."""
+        """Return whether the compiled loop is available and supports as many phases as the problem has."""
         return can_anneal and problem.load_PK.shape[1] <= MAX_PHASES
 
     def improve(

@@ -34,9 +34,11 @@ _LEAST_LOAD = 1e-4
 
 
 class LowerBound:
-    """Best-first branch and bound over boxes, see the module docstring.
+    """Best-first branch and bound for a lower bound on the step time.
 
-    The constructor solves the root box. Every `branch` may raise the bound.
+    T is the slowest rank's load per phase, and a box is a range of T for every phase; see the module
+    docstring. The constructor solves the root box, which contains every plan. Every call of `branch` may
+    raise the bound.
 
     Args:
         problem: planning problem.
@@ -80,24 +82,25 @@ class LowerBound:
 
     @property
     def best_box(self) -> Box | None:
-        """Open box with the lowest bound, or None. Open boxes may still contain better plans."""
+        """Open box with the lowest bound; None if no box is open. Branching splits this box next."""
         return self._heap[0][2] if self._heap else None
 
     @property
     def work(self) -> int:
-        """Work so far; see `Effort`."""
+        """Work so far, in touched array elements; see `Effort`."""
         return self._relaxation.work
 
     def solve_small_pieces(self, factor: float, *, leaves_room: bool = False) -> Box | None:
-        """Solve the relaxation with small pieces only, as a starting point to construct a plan.
+        """Solve the linear relaxation with small pieces only, as a starting point to construct a plan.
 
         Args:
-            factor: maximum load of a piece in any phase, as a multiple of T in the root box. A table with
-                only larger candidates uses the candidate with the smallest excess.
-            leaves_room: whether to exclude pieces that leave too little memory for others on a rank, too.
+            factor: maximum load of a piece in any phase, as a multiple of T in the root box's optimum. If a
+                table has only larger candidates, the candidates with the smallest excess are used.
+            leaves_room: whether to exclude also pieces that leave too little memory on a rank for others.
 
         Returns:
-            The optimum with the admitted candidates, or None if the relaxation has no solution.
+            The root box with the new optimum, and a mask of the candidates that were allowed. None if the
+            relaxation has no solution.
         """
         root = self._root
         if root is None or (factor == np.inf and not leaves_room):
@@ -122,7 +125,8 @@ class LowerBound:
             cutoff: step time in seconds of the best known plan. A half without faster plans is dropped.
 
         Returns:
-            False if splitting cannot raise the bound, because no box is open or the lowest is too small.
+            True if a box was split. False if splitting cannot raise the bound, because no box is open or a
+            box with the lowest bound is too small to split.
         """
         most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
@@ -145,12 +149,12 @@ class LowerBound:
         """Solve the relaxation in a box, and add the box to the heap if it may contain plans within `cutoff`.
 
         Args:
-            bound: bound of the enclosing box, which also holds here.
-            lower_K: lower limits on T.
+            bound: bound of the enclosing box, which is also valid for this box.
+            lower_K: lower limits on T, the slowest rank's load per phase.
             upper_K: upper limits on T.
             admitted_C: whether a candidate is allowed.
             cutoff: maximum step time, in units of `scale`.
-            rounds: maximum cutting plane rounds.
+            rounds: maximum number of times that cutting planes are added.
         """
         # A phase can use at most the cutoff minus the lower limits of all other phases.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)
@@ -164,8 +168,10 @@ class LowerBound:
 
 
 class _BoxSplit(NamedTuple):
-    """Split of a box into two: T of `phase` is at most ``at_most`` in one half, at least ``at_least`` in the
-    other.
+    """Split of a box into a lower and an upper half.
+
+    T, the slowest rank's load, is at most ``at_most`` in `phase` in the lower half, and at least ``at_least``
+    in the upper half.
     """
 
     phase: int
@@ -174,9 +180,10 @@ class _BoxSplit(NamedTuple):
 
 
 def _find_split(box: Box) -> _BoxSplit | None:
-    """Return where to split a box: as the relaxation requests, or else in the middle of the widest side.
+    """Return the phase and the load at which to split a box; None if the box is too small to split.
 
-    None if the box is too small to split.
+    These are the phase and load with which the relaxation would come closest to a plan (`Box.cut_at_K`), if
+    there are any. Otherwise, the box is split in the middle of its widest side.
     """
     width_K = box.upper_K - box.lower_K
     distance_K = np.abs(box.cut_at_K - box.slowest_K)

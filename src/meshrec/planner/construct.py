@@ -26,9 +26,9 @@ _ANNEAL_LIMIT, _ATTEMPTS = 1.5, 3
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
-    """Return the allowed candidate indices, per table type.
+    """Return the indices of the allowed candidates (ways to split a table), per type of identical tables.
 
-    A type without an allowed candidate gets all candidates of the type: every table can be placed.
+    If a type has no allowed candidate, all its candidates are returned, so that every table can be placed.
     """
     by_type = []
     for candidates in _split_by_type(problem):
@@ -38,7 +38,7 @@ def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
 
 
 def _split_by_type(problem: Problem) -> list[Ints]:
-    """Return the candidate indices per table type, ascending."""
+    """Return the indices of all candidates (ways to split a table), per type of identical tables."""
     candidates = np.arange(len(problem.type_C))
     return np.split(candidates, np.searchsorted(problem.type_C, np.arange(1, int(problem.type_C.max()) + 1)))
 
@@ -46,8 +46,9 @@ def _split_by_type(problem: Problem) -> list[Ints]:
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
     """Select a candidate per table by rounding the relaxation.
 
-    The relaxation gives a fractional table count per candidate. Round down, then increment the largest
-    fractions until every table has a candidate.
+    For every type of identical tables, the relaxation gives a fractional table count per candidate (way to
+    split a table). The counts are rounded down. Then the counts with the largest fractions are incremented
+    until every table has a candidate.
 
     Args:
         problem: planning problem.
@@ -71,7 +72,11 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
 
 
 def table_order(problem: Problem, choice_T: Ints) -> Ints:
-    """Return table indices [T], sorted by the largest piece's load in the selected candidate, descending."""
+    """Return table indices [T] in the order in which to place tables, those with the largest piece first.
+
+    A piece is measured by its load in seconds, summed over phases, under the table's selected candidate
+    (`choice_T`, int64 [T]).
+    """
     size_C = problem.largest_load_CK().sum(axis=1)
     return np.argsort(-size_C[choice_T], kind="stable")
 
@@ -100,7 +105,7 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
 
 
 def assign_table(state: State, table: int, candidates: Ints) -> bool:
-    """Place a table on the cheapest ranks, with the cheapest of several candidates.
+    """Place a table on the ranks and with the candidate (way to split it) that cost least.
 
     Args:
         state: plan under construction. The table is added in place, unless no candidate fits.
@@ -129,7 +134,7 @@ def fitting_plan(
         seconds: time limit for annealing.
 
     Returns:
-        A plan whose loads are bytes instead of seconds, see `most_even_plan`, or None if none was found.
+        The plan, or None if none was found. Its loads are bytes instead of seconds, see `most_even_plan`.
     """
     state = most_even_plan(problem, allowed_C, seconds)
     return state if state.seconds <= problem.memory_cap else None
@@ -140,8 +145,8 @@ def most_even_plan(
 ) -> State:
     """Search for a plan that minimizes the fullest rank's bytes, and stop at the first plan that fits.
 
-    Plans are constructed from candidates with pieces of several sizes. If none of these plans fits, they are
-    annealed.
+    A plan is constructed for every of several limits on the piece size. If none of these plans fits, they
+    are improved by simulated annealing, the most even plan first.
 
     Args:
         problem: planning problem.
@@ -181,13 +186,16 @@ def most_even_plan(
 
 
 def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
-    """Return a mask [C] of the candidates with small pieces and nearly the minimum memory of their type.
+    """Return a mask [C] of the candidates that have small pieces and need little memory in total.
+
+    Among the candidates of a table type with small pieces, only those are kept which need nearly the minimum
+    total memory.
 
     Args:
         problem: planning problem.
         fits_C: candidates which fit into memory at all.
-        part: maximum bytes per piece as a fraction of the memory cap. For a type without such candidates, the
-            smallest piece of the type is the maximum.
+        part: maximum bytes per small piece, as a fraction of the memory cap. If a type has no candidate with
+            such pieces, the candidates with the type's smallest pieces are used.
     """
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
     # Candidates are sorted by type, so the last candidate has the largest type index.
@@ -200,7 +208,10 @@ def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
-    """Place all tables, with bytes even over ranks, largest pieces first; the plan may exceed `cap`."""
+    """Return a plan with all tables, which spreads bytes evenly over ranks; it may exceed `cap` bytes.
+
+    Tables with large pieces are placed first. Loads in `in_bytes` are bytes.
+    """
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
     # Large pieces first: small pieces fill the gaps afterwards.
@@ -210,9 +221,10 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 
 
 def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> State:
-    """Anneal a plan that needs slightly more memory than `cap`, to spread bytes more evenly over ranks.
+    """Return a plan with bytes spread more evenly, by annealing a plan that slightly exceeds `cap` bytes.
 
-    Returns the plan unchanged if it fits, if it is too far above the cap, or after the deadline.
+    The plan is returned unchanged if it fits, if it is too far above the cap, if the deadline has passed, or
+    if annealing is not available.
     """
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()

@@ -34,10 +34,10 @@ _LEAST_EXCESS = 1e-4
 
 
 class Cut(NamedTuple):
-    """Linear inequality ``sum_n value_n * x_(candidate_n) + slope * T_phase <= limit``.
+    """Cutting plane, which is the inequality ``sum_n value_n * x_(candidate_n) + slope * T_phase <= limit``.
 
-    x_c is the number of tables with candidate c. The inequality is valid for plans whose T in `phase` is at
-    least `lower` and at most `upper`.
+    Here x_c is the number of tables that use candidate c (a way to split a table), and T_phase is the slowest
+    rank's load in the phase. The inequality is valid for plans with ``lower <= T_phase <= upper``.
     """
 
     phase: int
@@ -54,11 +54,12 @@ class Cut(NamedTuple):
 
 
 class Rounding:
-    """Finds cuts by mixed integer rounding, see the module docstring.
+    """Finds cutting planes ("cuts") by mixed integer rounding.
 
-    The n pieces of a candidate may be uneven: each costs at least `least`, and together they cost n times
-    `mean`. Since F(x) >= x - rest everywhere and F is monotone, their values sum to at least n max(F(least),
-    mean - rest).
+    The module docstring defines the rounding function F and the constant `rest`. The n pieces of a candidate
+    may be uneven. Each piece costs at least `least`, and all pieces together cost n times `mean`. F is
+    monotone, and F(x) >= x - rest for every x. So the values of F for the n pieces sum to at least
+    n max(F(least), mean - rest).
 
     Args:
         problem: planning problem.
@@ -80,11 +81,11 @@ class Rounding:
         ]
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the most violated cut of every phase, if any.
+        """Return the most violated cut per phase. Phases without a violated cut have none.
 
         Args:
             share_C: tables per candidate in the relaxation.
-            upper_K: upper limits on T in the box, which are also the limits on every rank's load.
+            upper_K: upper limits on T, the slowest rank's load, and thereby on every rank's load.
             admitted_C: whether to include a candidate.
         """
         cuts = []
@@ -105,7 +106,7 @@ class Rounding:
 
 
 class _Phase(NamedTuple):
-    """Piece costs in a phase. Candidates with equal costs are grouped into U kinds.
+    """Costs of the candidates' pieces in a phase. Candidates with equal costs are grouped into U kinds.
 
     Attributes:
         count_U: piece count per candidate, counting every rank that takes a piece's load.
@@ -121,7 +122,7 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """Group candidates with equal piece counts and loads into kinds.
+        """Create the phase from arrays per candidate, and group equal candidates into kinds.
 
         Args:
             count_C: piece count per candidate.
@@ -133,11 +134,12 @@ class _Phase(NamedTuple):
         return cls(count_U, mean_U, least_U, kind_C.ravel())
 
     def factors(self, upper: float, share_U: Floats) -> Floats:
-        """Return Q factors by which to scale loads before rounding.
+        """Return the factors [Q] to try for scaling loads before they are rounded to integers.
 
-        A factor scales one of the piece sizes with the most total load to a small integer, so that rounding
-        loses nothing for these pieces. The scaled limit must not be an integer, because a cut gains the
-        fractional part.
+        A factor turns a piece size with a large part of the total load into a small integer, so that rounding
+        loses nothing for such pieces. A factor that turns the limit on a rank's load into nearly an integer
+        is left out, because a cut gains only the limit's fractional part. The array is empty if there are
+        too many kinds.
 
         Args:
             upper: limit on a rank's load.
@@ -159,7 +161,7 @@ class _Phase(NamedTuple):
         return np.asarray(multiples[fits])
 
     def rounded(self, factor_Q: Floats, upper: float) -> Floats:
-        """Return a lower bound on the sum of F over a candidate's pieces, for every factor and kind [Q, U].
+        """Return a lower bound [Q, U] on the sum of F over a candidate's pieces, for every factor and kind.
 
         F is the rounding function in the module docstring, with `upper` as the limit u on a rank's load.
         """
@@ -174,12 +176,19 @@ class _Phase(NamedTuple):
 
 
 def _max_rounding_loss(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats) -> Floats:
-    """Return the maximum sum of x - F(x) over `count` pieces whose loads x sum to `total` [Q, U].
+    """Return the most that rounding can lose in an uneven split [Q, U].
 
-    This is how much rounding can lose in an uneven split. x - F(x) depends only on the fractional part of x
-    and is concave in it: it increases up to `rest`, then decreases linearly to 0. The fractional parts of all
-    pieces sum to that of `total` plus an integer, and equal parts are optimal. So the result is the larger
-    value of two: at the last possible sum up to count * rest, and at the first sum above it.
+    This is the maximum sum of x - F(x) over `count` pieces with loads x and total load `total`. The loss
+    x - F(x) depends only on the fractional part of x. The loss is concave: it increases up to the fractional
+    part `rest`, then decreases linearly to 0. So the sum is largest if all fractional parts are equal. They
+    sum to the fractional part of `total` plus an integer. Only two such sums can be best: the last up to
+    count * rest, and the first above it. The result is the larger loss of the two.
+
+    Args:
+        total: sum of the scaled piece loads [Q, U].
+        count: piece count [U].
+        fraction_Q: `rest` per factor [Q, 1].
+        slope_Q: 1 / (1 - rest) [Q, 1].
     """
     # From here, the sum of the fractional parts.
     total = total % 1.0
@@ -194,7 +203,7 @@ _LEAST_EXCESS = 1e-4
 
 
 class LargestPieces:
-    """Finds cuts which state that a phase takes at least as long as the largest piece in use.
+    """Finds cutting planes ("cuts") stating that a phase takes at least as long as the largest piece in use.
 
     Args:
         problem: planning problem.
@@ -208,13 +217,13 @@ class LargestPieces:
         self._num_types = int(problem.type_C[-1]) + 1
 
     def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the cuts that the relaxation's optimum violates, valid for all plans with T >= lower.
+        """Return the cuts that the relaxation's optimum violates. They are valid for plans with T >= lower.
 
         A phase may give a cut per table type, and a cut for all types together.
 
         Args:
             share_C: tables per candidate in the relaxation.
-            slowest_K: T in the relaxation.
+            slowest_K: T, the slowest rank's load per phase, in the relaxation.
             lower_K: lower limits on T in the box.
             admitted_C: whether to include a candidate.
         """
@@ -253,11 +262,12 @@ class LargestPieces:
 
 
 def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tuple[int, float, float]]:
-    """Select the table type that gives the strongest inequality at every height, for the cut over all types.
+    """Select the table type to use at every height in the cut for all types together.
 
-    A height is an excess over the lower limit on T. At a height, a type's inequality counts the fraction of
-    its tables with a largest piece above this height. No piece of a plan takes longer than T, so the cut is
-    valid whichever type is selected. The type with the largest fraction gives the strongest cut.
+    A height is a load in excess of the lower limit on T. The cut may use another type at every height, and
+    counts the fraction of this type's tables with a largest piece above the height. It is valid for any
+    selection, because no piece of a plan takes longer than T. The type with the largest fraction is selected,
+    because it gives the strongest cut.
 
     Args:
         type_C: type per candidate.
@@ -265,7 +275,8 @@ def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tupl
         above_C: excess of the candidate's largest piece over the lower limit on T; 0 if below.
 
     Returns:
-        Height intervals (type, low, high), from the highest to 0. The first has no upper end.
+        Tuples (type, low, high), which select a type for the heights from low to high. They are sorted from
+        high to low. The first interval has no upper end, and the last ends at 0.
     """
     used = np.flatnonzero((part_C > _USED) & (above_C > 0))
     part_Y: dict[int, float] = {}

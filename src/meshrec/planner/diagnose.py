@@ -63,7 +63,7 @@ def _fits(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> bool:
-    """Return whether a quick search finds a plan that fits into memory."""
+    """Return whether a quick search finds a plan that fits into memory; False for invalid constraints."""
     if topology.memory_cap <= 0:
         return False
     try:
@@ -79,10 +79,10 @@ def _shortage(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> list[str]:
-    """Return the first lines of the message.
+    """Return the first lines of the error message.
 
-    They tell whether it is proven that no plan fits, and how much memory is missing on the fullest rank of
-    the plan that spreads memory most evenly.
+    The lines tell whether it is proven that no plan fits. They also tell how many bytes the fullest rank
+    lacks in the most even plan found.
     """
     cap = topology.memory_cap
     if cap <= 0:
@@ -187,16 +187,20 @@ def _more_ranks(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str | None:
-    """Suggest the smallest rank count with which a plan fits; None if `_MOST_NODES` times as many do not
-    suffice.
+    """Suggest the smallest rank count with which a plan fits.
 
-    Ranks are added in whole nodes. The global batch stays the same, so there are fewer samples per rank.
+    Ranks are added in whole nodes. The global batch stays the same, so there are fewer samples per rank. The
+    search doubles the node count, and gives up beyond `_MOST_NODES` times the present count.
+
+    Returns:
+        The suggestion, or None if no plan was found.
     """
     # The global batch, which stays the same.
     samples = batch_size * topology.world_size
     step = topology.local_size
 
     def enough(nodes: int) -> bool:
+        """Return whether a plan fits on this many nodes."""
         ranks = nodes * step
         bigger = replace(topology, world_size=ranks, local_world_size=step)
         return _fits(tables, bigger, max(1, samples // ranks), constraints)

@@ -129,14 +129,14 @@ class _ZipfLaw:
         return float((used_rows * (1 - (1 - used) ** high)).sum() / used_rows.sum())
 
     def _drawn(self, draws: float) -> Floats:
-        """Return the chance for a row to be drawn at least once in ``draws`` lookups, per bin."""
+        """Return the chance of a row to be looked up at least once in ``draws`` lookups, per bin of rows."""
         # 1 - (1 - chance) ** draws, without rounding small chances to 0.
         chance: Floats = -np.expm1(draws * np.log1p(-np.minimum(self.chances, 1 - 1e-12)))
         return chance
 
 
 def exponent_of(num_rows: int, sample: IdSample) -> float:
-    """Return the Zipf exponent (0 to 4) for which the sample's distinct ID count is expected.
+    """Return the Zipf exponent (0 to 4) under which the expected distinct ID count equals the sample's.
 
     Args:
         num_rows: row count in the table.
@@ -220,7 +220,7 @@ def place_rows(
 
 
 def _rates(topology: Topology) -> tuple[float, float]:
-    """Return how many random records a node's disk reads, and writes, per second.
+    """Return two rates of a node's disk: records read per second and records written per second, at random.
 
     Raises:
         ValueError: neither the disk nor the hardware profile has these rates.
@@ -237,7 +237,10 @@ def _rates(topology: Topology) -> tuple[float, float]:
 
 
 def _keep_nearly_whole_tables_in_memory(sizes: Sequence["_CacheSize"]) -> None:
-    """Cache all rows of tables that are 98 % cached, so that they need no file."""
+    """Set the cache size to the whole table if it exceeds 98 % of the rows, so that the table needs no file.
+
+    Other cache sizes are not changed.
+    """
     for size in sizes:
         if size.cached > 0.98 * size.table.num_embeddings:
             size.cached = size.table.num_embeddings
@@ -253,8 +256,8 @@ class _CacheSize:
 
     Attributes:
         cached: rows in the cache so far.
-        least: rows in the cache at first.
-        step: rows by which the cache grows.
+        least: rows in the cache at first, which suffice for two batches.
+        step: rows which a call of `grow` adds to the cache.
         row_bytes: memory bytes per cached row.
         index_bytes: memory bytes of the hash index, which does not depend on the cache size.
     """
@@ -275,7 +278,10 @@ class _CacheSize:
         self._rate = self._law.hit_rate(self.cached, self._draws)
 
     def gain(self) -> float:
-        """Return the disk reads which another growth step saves per training step, per byte of memory."""
+        """Return how many disk reads per training step a larger cache saves, per additional byte of memory.
+
+        The larger cache is the present cache after another call of `grow`.
+        """
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)
 

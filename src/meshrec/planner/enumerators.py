@@ -32,7 +32,7 @@ _NO_CONSTRAINTS = ParameterConstraints()
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
-    """Return the width of every column part, as even as multiples of 4 allow.
+    """Return the width of every column part: multiples of 4, as even as possible.
 
     The last part is narrower if `columns` is not a multiple of 4: ``column_widths(18, 2)`` is (12, 6). If
     there are too few columns to give every part a multiple of 4, widths are not aligned.
@@ -47,7 +47,9 @@ def column_widths(columns: int, parts: int) -> tuple[int, ...]:
 
 
 def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, node_size: int) -> list[Layout]:
-    """Return the layouts in which a table may be split, without layouts that can never be the best.
+    """Return the layouts (ways to split a table into column and row parts) to consider for a table.
+
+    Layouts which can never be the best are left out.
 
     Args:
         table: table to split.
@@ -101,9 +103,10 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
 
 
 def _covers_all_nodes(layout: Layout, num_nodes: int) -> bool:
-    """Return whether a node layout is allowed under ``ParameterConstraints.all_ranks``.
+    """Return whether the constraint ``ParameterConstraints.all_ranks`` allows a node layout.
 
-    A row-wise layout must have a row part on every node. Other layouts are always allowed.
+    In a node layout, every piece is split by rows over all ranks of a node. A row-wise layout must have a row
+    part on every node. Other layouts are always allowed.
 
     Args:
         layout: layout from `_node_layouts`.
@@ -117,14 +120,21 @@ _TWRW = ShardingType.TABLE_ROW_WISE
 
 
 def _column_splits(columns: int, min_partition: int) -> list[tuple[int, ...]]:
-    """Return the column widths for 2, 3, ... column parts, as long as no part is below `min_partition`."""
+    """Return the column widths for every useful number of column parts, from 2 on.
+
+    A split is left out if some part would have fewer than `min_partition` columns. The number of parts is
+    limited, too.
+    """
     most = min(columns // min_partition, _MAX_COLUMN_PARTS)
     splits = [column_widths(columns, parts) for parts in range(2, most + 1)]
     return [widths for widths in splits if min(widths) >= min_partition]
 
 
 def _row_parts(num_ranks: int, num_nodes: int, rows: int) -> list[int]:
-    """Return the numbers of ranks over which row-wise layouts with `Scope.RANKS` split the rows."""
+    """Return the part counts to try for row-wise layouts that may use any distinct ranks (`Scope.RANKS`).
+
+    Large shard groups get only some counts, to limit the number of layouts.
+    """
     if num_nodes == 1 and num_ranks <= 16:
         parts = set(range(2, num_ranks + 1))
     else:
@@ -142,7 +152,9 @@ def _node_layouts(
     num_nodes: int,
     node_size: int,
 ) -> list[Layout]:
-    """Return the layouts with `Scope.NODES`, whose pieces are split by rows over all ranks in a node.
+    """Return the node layouts (`Scope.NODES`) to consider for a table.
+
+    In a node layout, every piece of the table occupies a node, and is split by rows over all ranks in it.
 
     Args:
         table: table to split.
@@ -172,14 +184,16 @@ def _node_layouts(
 
 
 class _Pieces(NamedTuple):
-    """Piece groups [P] for all candidates, sorted by candidate.
+    """Pieces of all candidates (ways to split a table), as arrays [P] over groups of equal pieces.
+
+    The groups are sorted by candidate.
 
     Attributes:
         candidate: candidate index.
         num_equal: number of equal pieces in the group.
-        rows: rows per rank that holds a piece; fractional, because an even split is assumed.
+        rows: rows of a piece on every rank that holds it; fractional, because an even split is assumed.
         columns: columns per piece.
-        in_node: whether a piece is split by rows over the ranks in a node.
+        in_node: whether a piece is split by rows over all ranks in a node.
     """
 
     candidate: Ints
@@ -190,7 +204,7 @@ class _Pieces(NamedTuple):
 
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
-    """Enumerate the candidates of all tables in a cost model, and compute the cost per piece.
+    """Return the planning problem: candidates (ways to split a table) for all tables, and costs per piece.
 
     Args:
         model: cost model with the tables and the machine.
@@ -266,7 +280,7 @@ _ROW_STATS = 4
 def _candidates(
     model: CostModel, constraints: Mapping[str, ParameterConstraints], examples: Sequence[int]
 ) -> tuple[list[Layout], list[int]]:
-    """Return the layout and the type index of every candidate, sorted by type.
+    """Return all candidates as two lists, sorted by type: the layout, and the table type's index.
 
     Args:
         model: cost model with the tables and the machine.
@@ -315,7 +329,7 @@ def _attributes_without_names(table: Table) -> tuple[object, ...]:
 
 
 def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:
-    """Return the piece groups of all candidates: a group per distinct column width of a candidate.
+    """Return the pieces of all candidates. Pieces of a candidate with equal column widths form a group.
 
     Args:
         model: cost model with the tables and the machine.
@@ -342,13 +356,13 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 
 
 def _merge_phases(*loads_PF: Floats) -> Floats:
-    """Return a 0/1 matrix [F, K] that merges phases F with proportional loads into phases K.
+    """Return which phases of a step to merge, as a 0/1 matrix [phases, merged phases].
 
-    If two phases have proportional loads for all pieces, the same rank is the slowest in both, whatever
-    the plan. Phases without any load are dropped: their rows are 0.
+    Phases are merged if their loads are proportional for all pieces, because the same rank is then the
+    slowest in these phases under any plan. The row of a phase without load is 0 everywhere.
 
     Args:
-        loads_PF: arrays of seconds per piece group and phase.
+        loads_PF: one or more arrays of seconds per piece group and phase.
     """
     load_PF = np.concatenate(loads_PF)
     groups: list[list[int]] = []
@@ -371,6 +385,7 @@ def _merge_phases(*loads_PF: Floats) -> Floats:
 
 
 def _min_partition(constraints: ParameterConstraints) -> int:
+    """Return the minimum columns per column part, with the default applied."""
     return constraints.min_partition or DEFAULT_MIN_PARTITION
 
 

@@ -115,7 +115,7 @@ class CostModel:
 
     @property
     def rows_across(self) -> bool:
-        """Whether nodes exchange distinct rows, which the receiving node pools, instead of pooled sums."""
+        """Whether nodes send distinct rows, which are pooled after their arrival, rather than pooled sums."""
         return self.topology.across_nodes == "rows" and self.num_nodes > 1
 
     def rectangle_loads(
@@ -338,7 +338,7 @@ class CostModel:
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
-        """Return the seconds [N] for sending IDs to rectangles that hold the fraction `share_N` of the rows.
+        """Return the seconds [N] for sending IDs to N rectangles with the fraction `share_N` of the rows.
 
         A train pipeline can overlap this time with the previous batch, see `StepEstimate.pipelined_seconds`.
         """
@@ -387,9 +387,14 @@ class CostModel:
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
-        """Return whether rows of rectangles travel in two hops, and are summed within the node before.
+        """Return the path of rectangles' embedding rows: whether in two hops, and whether summed between.
 
-        Only pooled rows can be summed, so only they take two hops.
+        Rows take two hops (within the node, then between nodes) if partial sums are to be added in the node.
+        Only pooled rows can be summed, so other rows take one hop.
+
+        Args:
+            table: table index per rectangle.
+            in_node_N: see `rectangle_loads`.
         """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
@@ -397,7 +402,7 @@ class CostModel:
     def _sent_rows(
         self, outputs: Floats, fetched: Floats, columns: Floats, row: RowOnWire, hops: Hops
     ) -> Sent:
-        """Return the bytes [N] of encoded rows which rectangles send, or receive as gradients.
+        """Return the encoded bytes which every rectangle sends as embeddings, or receives as gradients.
 
         Args:
             outputs: rows [N] after pooling.
@@ -416,7 +421,10 @@ class CostModel:
         return Sent(inside, bytes_N * self._routes.other_nodes / np.where(hops.summed_N, self.node_size, 1))
 
     def _sent_ids(self, table: npt.NDArray[np.integer], share: Floats) -> Sent:
-        """Return the bytes [N] of IDs and bag lengths sent to rectangles with `share` of a table's rows."""
+        """Return the bytes of IDs and bag lengths which every rectangle receives, within and between nodes.
+
+        `share` is the fraction of the table's rows in the rectangle.
+        """
         a = self.arrays
         ids = a.ids_T[table] * self.num_ranks * share
         message = ids * a.id_bytes_T[table] + a.bags_T[table] * self.num_ranks * LENGTH_BYTES
@@ -432,18 +440,30 @@ class CostModel:
         return Sent(inside, (self.num_nodes - 1) * distinct * id_bytes)
 
     def _fetched(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the count of distinct rows [N] which nodes fetch from rectangles, summed over nodes.
+        """Return how many distinct rows every rectangle sends to nodes, summed over all nodes [N].
 
-        `ids` [N] counts the lookups on all ranks. Used with ``across_nodes="rows"``.
+        Used with ``across_nodes="rows"``, where a rectangle sends a row at most once to every node.
+
+        Args:
+            table: table index per rectangle.
+            ids: lookups on all ranks, per rectangle.
+            share: fraction of the table's rows per rectangle.
         """
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
     def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
-        """Add to `loads` the work which only ``across_nodes="rows"`` needs.
+        """Add to `loads` [N, NUM_PHASES], in place, the work which only ``across_nodes="rows"`` needs.
 
-        In every node, a representative stands for each owner in another node. It removes duplicate IDs, pools
-        bags from the fetched rows, and sums row gradients before they are sent. Nodes are assumed to have
-        equal loads, so this work is counted on the owner.
+        An owner is a rank which holds a rectangle. For every owner, each other node has a rank which acts as
+        the owner's representative. The representative removes duplicate IDs, pools bags from the fetched
+        rows, and sums row gradients before they are sent. Nodes are assumed to have equal loads, so this work
+        is counted on the owner.
+
+        Args:
+            loads: seconds per rectangle and phase.
+            ids: lookups per rectangle.
+            fetched: result of `_fetched`.
+            columns: columns per rectangle.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.exchange_work_factor * ids * p.route_id_seconds
@@ -453,8 +473,13 @@ class CostModel:
         loads[:, _UPDATE] += fetched * (p.update_id_seconds + columns * VALUE_BYTES / p.stream_bandwidth)
 
     def _embedding_seconds(self, sent: Sent, hops: Hops) -> Floats:
-        """Return the transfer seconds [N] for embeddings or gradients, by reduce-scatter where rows are
-        summed.
+        """Return the seconds [N] for sending embeddings or gradients.
+
+        Within a node, rows travel by reduce-scatter if they are summed there, otherwise by all-to-all.
+
+        Args:
+            sent: bytes per rectangle.
+            hops: path of the rows.
         """
         intra = self.profile.intra
         speed = np.where(hops.summed_N, intra.reduce_scatter, intra.all_to_all)
@@ -466,8 +491,8 @@ class CostModel:
     ) -> Floats:
         """Return the seconds [N] for fused updates of rectangles.
 
-        The gradients of all lookups are summed by table row. Then weights and state of every distinct row,
-        over the lookups in all replicas, are read and written.
+        The update sums the gradients of all lookups by table row. Then it reads and writes weights and
+        optimizer state of every distinct row. Rows looked up in any replica count.
 
         Args:
             table: table index per rectangle.
@@ -488,10 +513,15 @@ class CostModel:
     def _replica_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats
     ) -> Floats:
-        """Return the seconds [N] to exchange gradients between replicas, sparse or dense, whichever is
-        faster.
+        """Return the seconds [N] to exchange gradients between replicas.
 
-        `ids` and `columns` are the lookups and columns per rectangle, `share` is the fraction of table rows.
+        The faster of two methods counts: an all-gather of sparse gradients, or a dense all-reduce.
+
+        Args:
+            table: table index per rectangle.
+            ids: lookups per rectangle.
+            columns: columns per rectangle.
+            share: fraction of the table's rows per rectangle.
         """
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
@@ -520,10 +550,14 @@ class CostModel:
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return how many distinct rows [N] `ids` lookups are expected to touch in rectangles.
+        """Return the expected number of distinct rows [N] which lookups touch in every rectangle.
 
-        Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`. `share` is
-        the fraction of a table's rows in the rectangle.
+        Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`.
+
+        Args:
+            table: table index per rectangle.
+            ids: lookups per rectangle.
+            share: fraction of the table's rows per rectangle.
         """
         # rows * (1 - exp(-ids / rows)): the limit of draws with replacement for many rows.
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
@@ -531,7 +565,7 @@ class CostModel:
         return distinct
 
     def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
-        """Return the loads with 0 in backward and update phases for untrained tables."""
+        """Return a copy of the loads in which untrained tables cost nothing after the forward phases."""
         is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
         result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
         return result
@@ -552,7 +586,7 @@ class CostModel:
         return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
-        """Return the bytes [N] of the send or receive buffers for one output row and its gradient."""
+        """Return the bytes [N] for buffering an output row, and its gradient if the table is trained."""
         num_bytes = np.zeros(len(table))
         for direction, counts in ((_FORWARD_WIRE, 1.0), (_BACKWARD_WIRE, self.arrays.trained_T[table])):
             row = self._row_on_wire(table, columns, direction)
@@ -560,7 +594,10 @@ class CostModel:
         return num_bytes
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
-        """Return the stored bytes per row that do not depend on the column count."""
+        """Return the stored bytes per row [N] that do not depend on the column count.
+
+        They are optimizer state, `Table.row_bytes` and the hash index.
+        """
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
         result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]
         return result
@@ -568,7 +605,7 @@ class CostModel:
     def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
         """Return the seconds [N] for looking up IDs in the index of hashed tables; 0 for other tables.
 
-        Keys are sorted, as for an update. Then a cache line of the index is read per distinct key.
+        A lookup sorts the IDs, as an update does. Then it reads a cache line of the index per distinct ID.
         """
         p = self.profile
         line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth
@@ -577,7 +614,7 @@ class CostModel:
         return result
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
-        """Return the stored bytes per row and column: weight and optimizer state."""
+        """Return the stored bytes [N] per table element, which are weight and optimizer state."""
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
         result: Floats = self.arrays.weight_bytes_T[table] + state
         return result

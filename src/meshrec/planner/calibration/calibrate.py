@@ -120,7 +120,8 @@ def _link(
         full_duplex: whether a rank sends and receives at the same time.
 
     Returns:
-        The link, and where its values come from: `measured`, with a remark if noise hid some of them.
+        The link, and a description of where the values come from. This is `measured`, with a remark if noise
+        hid some values.
     """
     size = group.size()
     axis = Axis(size=size, rank=group.rank(), group=group)
@@ -181,7 +182,7 @@ def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: boo
 
 
 def _even(sent: Tensor, size: int) -> Splits:
-    """Return the splits of an all-to-all in which every rank gets an equal part of the message."""
+    """Return the send and receive splits of an all-to-all with equal messages between all `size` ranks."""
     splits = [sent.numel() // size] * size
     return Splits(splits, splits)
 
@@ -189,8 +190,9 @@ def _even(sent: Tensor, size: int) -> Splits:
 def _seconds(
     call: Callable[[Tensor], object], elements: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Return the seconds of several calls after a warm-up call, each with a freshly written message.
-    Collective.
+    """Return the seconds of several calls, without the first call, which warms up. Collective.
+
+    Every call gets a freshly written message.
 
     Args:
         call: collective to time.
@@ -211,12 +213,13 @@ def _seconds(
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for all kernels on a CUDA device; do nothing for other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, local_size: int | None) -> int:
-    """Return the memory bytes of the GPU, or an equal part of the host memory for every rank in the node."""
+    """Return the bytes per rank: the GPU's memory, or else the host memory divided by the ranks of a node."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = local_size or (group.size() if group is not None else 1)

@@ -47,15 +47,16 @@ def fit(
     measured: Sequence[Mapping[str, float]],
     topology: Topology,
 ) -> HardwareProfile:
-    """Return a profile with the speeds that best explain the measured phase durations.
+    """Return a profile with the figures (costs and bandwidths) that best explain the measured durations.
 
     With several ranks, the measured links are corrected by a factor per kind of collective. The device
     description and the all-reduce bandwidth are kept.
 
-    The trials do not determine a figure that accounts for less than a hundredth of every phase, or a link
-    that seems ten times faster than when measured alone. Such a figure keeps its value in `base`, or is
-    reduced so that it does not exceed a whole measured phase. The other figures are fitted around it.
-    `sources` of the result names exactly the figures that were not determined.
+    The trials do not determine a figure that accounts for less than a hundredth of every phase. Nor do they
+    determine a link that seems ten times faster than when measured alone. An undetermined figure keeps its
+    value in `base`. If this value alone would take longer than some measured phase, its time is reduced to
+    that of the phase. The other figures are then fitted again. `sources` of the result lists exactly the
+    undetermined figures.
 
     Args:
         base: profile with initial figures and separately measured links.
@@ -107,7 +108,7 @@ def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, par
         base: profile that provides the value instead.
         name: name of the figure.
         fitted: value which the trials suggested; None if no measured phase depends on the figure.
-        part: used fraction of the base value.
+        part: fraction of the figure's time in `base` that is used; below 1 if `fit` had to reduce it.
     """
     fallback = "what was measured of the link alone"
     if name not in _LINK:
@@ -125,7 +126,11 @@ def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, par
 
 
 def _cost_of(base: HardwareProfile, name: str) -> float:
-    """Return a figure in the unit of the fit: seconds, seconds per byte, or a factor (1) for links."""
+    """Return a figure of `base` in the unit of the fit.
+
+    A bandwidth becomes seconds per byte, and a fixed cost stays in seconds. For a link figure, which is
+    fitted as a factor on the measured value, the result is 1.
+    """
     if name in _LINK:
         return 1.0
     figure: float = getattr(base, name)
@@ -133,7 +138,7 @@ def _cost_of(base: HardwareProfile, name: str) -> float:
 
 
 def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
-    """Return a link with every duration multiplied by the fitted factor."""
+    """Return a link with every duration multiplied by its fitted factor, given by field name."""
     return replace(
         link,
         latency=link.latency * factors["latency"],
@@ -143,7 +148,9 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
 
 
 def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
-    """Return a profile in which only the figure `name` takes time, with value 1 or the link's value.
+    """Return a profile in which only the figure `name` takes time.
+
+    If `name` is a link figure, it has its value in `base`; otherwise it has the value 1.
 
     The all-reduce bandwidth is nearly 0, so that the cost model never chooses the dense gradient exchange.
     """
@@ -174,21 +181,23 @@ def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topolo
 def _fit_determined(
     amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """Fit figures with `_fit_figures`, and give undetermined figures the values in `before`.
+    """Fit the X figures of a profile to N measured phases; undetermined figures get their values in `before`.
+
+    A figure is undetermined if it contributes almost nothing to every phase, or is below `least`.
 
     Undetermined figures are removed from the fit one at a time, smallest contribution first, because a
     removal may determine another figure.
 
     Args:
-        amounts: factor per figure in every measured phase [N, X].
+        amounts: factor [N, X] by which a figure enters the duration of a phase.
         seconds: measured seconds [N].
         share: phase time as a fraction of the step [N].
         before: values [X] for undetermined figures.
         least: values [X] below which a figure counts as undetermined.
 
     Returns:
-        The values [X], and by index of an undetermined figure, the value from the fit before the figure
-        was removed, or None if no measured phase depends on it.
+        The values [X], and a dict with the undetermined figures by index. It has a figure's last fitted
+        value, or None if no measured phase depends on the figure.
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
     while True:
@@ -212,7 +221,7 @@ def _fit_figures(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds:
     weighted by the phase's share of the step.
 
     Args:
-        amounts: factor per figure in every measured phase [N, X].
+        amounts: factor [N, X] by which a figure enters the duration of a phase.
         seconds: measured seconds [N].
         share: phase time as a fraction of the step [N].
         fixed_seconds: seconds [N] due to figures outside the fit.
@@ -238,7 +247,10 @@ def _fit_figures(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds:
 
 
 def _minimum(gram: Floats, right: Floats, start: Floats) -> Floats:
-    """Return the x >= 0 that minimizes ``x @ gram @ x / 2 - right @ x``, by coordinate descent."""
+    """Return the x >= 0 [X] that minimizes ``x @ gram @ x / 2 - right @ x``.
+
+    Runs a fixed number of coordinate descent sweeps from `start`.
+    """
     x = start.copy()
     for _ in range(_SWEEPS):
         for i in np.flatnonzero(np.diag(gram) > 0):

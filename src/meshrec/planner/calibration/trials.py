@@ -57,7 +57,7 @@ class Trial(NamedTuple):
     bag: int
 
     def tables(self) -> list[Table]:
-        """Return the tables as the cost model sees them."""
+        """Return the trial's tables in the cost model's form."""
         return [
             Table(
                 name=name,
@@ -83,13 +83,14 @@ class Trial(NamedTuple):
         )
 
     def _names(self) -> list[str]:
+        """Return the table names."""
         return [f"t{number}" for number in range(self.num_tables)]
 
 
 def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
     """Return the trials to run: tables with several widths and bag sizes, in every sharding type.
 
-    In the last, fixed costs dominate, because there are few samples.
+    The last trials have few samples, so that fixed costs dominate them.
 
     Args:
         num_ranks: rank count.
@@ -126,9 +127,9 @@ def measure(
 ) -> list[Mapping[str, float]]:
     """Run all trials, and measure the seconds of their phases. Collective.
 
-    The phases of a rank add up to the whole step, including the time in which it waits for ranks that are
-    late. So do the means over ranks, whereas the slowest ranks of all phases would add up to more than any
-    step. Every round runs all trials, so that disturbances affect all of them.
+    A phase is averaged over ranks, because the phases of a rank include waiting and add up to the step. The
+    maxima over ranks would add up to more than any step. Every round runs all trials, so that disturbances
+    affect all trials alike.
 
     Args:
         trials: trials, which give all ranks equal work.
