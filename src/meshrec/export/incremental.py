@@ -66,7 +66,7 @@ class Encoder(NamedTuple):
         return Encoder(HSTU.__name__, model.features, table, model.sizes, model.scores_new_users, has_repeats)
 
     def to_json(self) -> str:
-        """Serialize the architecture as JSON, which `from_json` reads."""
+        """Return the architecture as JSON, for `from_json`."""
         return json.dumps(self._asdict() | {"features": self.features._asdict()})
 
     @staticmethod

@@ -140,8 +140,8 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
 def interface_of(manifest: Mapping[str, Any]) -> str:
     """Return the interface of a package's programs as JSON: weights, features and outputs.
 
-    Every exported program contains a copy, which reveals a manifest from another program, for example with
-    other weight shapes or another feature order.
+    Every exported program contains a copy. `verify_package` compares it with the manifest, to detect that
+    the manifest belongs to another program, for example with other weight shapes or another feature order.
     """
     values = {name: manifest[name] for name in (*_INTERFACE, *_OPTIONAL) if name in manifest}
     return json.dumps({**values, "weights": [WeightRecord(**weight) for weight in manifest["weights"]]})
@@ -155,8 +155,8 @@ class CheckedPackage(NamedTuple):
         manifest: result of `read_manifest`.
         version: first 12 hexadecimal digits of the manifest's SHA-256. They identify the content of the whole
             package, because the manifest has the SHA-256s of all other files.
-        weights: checksums of ``weights.bin``, with which changes in use are detected. None if the package has
-            no ``digests.txt`` or was not verified.
+        weights: checksums of ``weights.bin``. With them, `Weights` detects whether another program changes
+            the file while it is in use. None if the package has no ``digests.txt`` or was not verified.
     """
 
     folder: Path
@@ -205,9 +205,9 @@ def verify_package(
 ) -> FileDigest | None:
     """Read all package files, and compare their checksums. Logs the progress of slow reads.
 
-    With a key, the signature has the checksums; otherwise ``digests.txt``, or the manifest's SHA-256s if the
-    package has no ``digests.txt``. The manifest must also match ``layout.txt`` and the interfaces in the
-    exported programs.
+    With a key, the checksums are read from the signature. Without a key, they are read from ``digests.txt``,
+    or from the manifest if the package has no ``digests.txt``. The manifest must also match ``layout.txt``
+    and the interfaces in the exported programs.
 
     Args:
         folder: package folder.
@@ -355,7 +355,17 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _one_line(value: Any, label: str) -> str:
-    """Return a string from the manifest without line breaks, which would forge lines in ``layout.txt``."""
+    """Return a value from the manifest, which must be a string without line breaks.
+
+    A string with line breaks could add lines to ``layout.txt``.
+
+    Args:
+        value: value from the manifest.
+        label: name of the value, for the error.
+
+    Raises:
+        DamageError: the value is not a string, or contains a line break.
+    """
     line = text(value, label)
     if "\n" in line or "\r" in line:
         raise DamageError(f"{label} contains a line break: {line[:80]!r}")

@@ -189,8 +189,9 @@ class RankedItems(NamedTuple):
             queries_BV: query vectors.
             vectors_IV: result of `vectors`.
             k: number of items to recommend per query.
-            hidden: items not to recommend, as pairs: item rows, int64 [N], sample by sample, and their number
-                per sample, int64 [B].
+            hidden: items not to recommend, as a list of pairs (rows, counts). ``rows``, int64 [N], has the
+                item rows of all samples, sample by sample. ``counts``, int64 [B], has their number per
+                sample.
             repeated: result of the method `repeated`; None: history items have no additional scores.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale

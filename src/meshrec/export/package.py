@@ -261,7 +261,8 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
 def rows_of(model: nn.Module) -> dict[str, int]:
     """Return the exclusive upper limit for IDs, by feature.
 
-    Features without a limit are left out: their tables are hashed, or do not raise an error for invalid IDs.
+    Features without a limit are left out. All their tables are hashed, or do not raise an error for an
+    invalid ID.
     """
     limits: dict[str, int] = {}
     for child in model.modules():
@@ -292,7 +293,19 @@ def _check_arguments(
     shared: Sequence[str],
     raw: RawValues | None,
 ) -> None:
-    """Raise ValueError if a weight dtype is not supported, or `shared` or `raw` do not match the inputs."""
+    """Check arguments of `export` against the weights and the inputs of the model.
+
+    Args:
+        state: model weights by name.
+        features: feature names.
+        num_dense: number of columns in the dense input.
+        shared: features (or "dense") that samples share.
+        raw: conversion from raw values, or None.
+
+    Raises:
+        ValueError: a weight dtype is not supported, ``shared`` names an unknown input or all inputs, or
+            ``raw`` gives other features or dense columns than the model reads.
+    """
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -333,7 +346,7 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _quantized_types(model: nn.Module) -> dict[str, str]:
-    """Return the data type of every quantized table, by weight name."""
+    """Return the `DataType` name of every quantized table, such as ``INT8``, by weight name."""
     types = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):

@@ -176,7 +176,15 @@ class Predictor:
         raise PackageError(f"{self.folder} was replaced while it was read. Load it again.")
 
     def _load(self, compiled: str, exported: str) -> _Program:
-        """Load the compiled program from one file, or the exported program from the other."""
+        """Load the compiled program if `is_compiled`, otherwise the exported program.
+
+        Args:
+            compiled: name of the file with the compiled program.
+            exported: name of the file with the exported program.
+
+        Returns:
+            Function that takes the program's inputs and returns the scores or vectors.
+        """
         if not self.is_compiled:
             return load_exported(self.folder / exported).module()
         loader = load_compiled(self.folder / compiled)

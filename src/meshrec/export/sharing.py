@@ -54,7 +54,10 @@ _MIN_SHARED = 0.2
 
 
 class SharedColumns(NamedTuple):
-    """Two nodes from which the columns of a value can be read, [B, C] or [B, C, D].
+    """Two nodes which together have all columns of a value, [B, C] or [B, C, D].
+
+    A shared column has the same entries for all samples with the same shared row, so it is computed once per
+    shared row. All other columns are computed per sample.
 
     Attributes:
         per_sample: node with a row per sample, [B, ...]; None if all columns are shared.
@@ -121,7 +124,10 @@ class _Sharing:
                 self._graph.erase_node(node)
 
     def _find_rule(self, node: Node) -> "Callable[[Node], SharedColumns | None] | None":
-        """Return the method which computes a node's columns, or None if all are per sample."""
+        """Return the method which determines the shared columns of a node; None if all are per sample.
+
+        The method returns None if it cannot follow shared columns through the node.
+        """
         if node.op != "call_function":
             return None
         if node.target is _SELECT:
@@ -146,7 +152,10 @@ class _Sharing:
     # The following rules return the columns of a node; None if they cannot be determined.
 
     def _repeated(self, node: Node) -> SharedColumns | None:
-        """``x.index_select(0, group)``, with which the model repeats shared rows: all columns are shared."""
+        """Handle ``x.index_select(0, group)``, with which the model repeats shared rows.
+
+        All columns of the result are shared.
+        """
         rows, dim, index = node.args
         if dim != 0 or _unaliased_node(index) is not self._group or len(_shape(rows)) not in (2, 3):
             return None
@@ -154,7 +163,7 @@ class _Sharing:
         return SharedColumns(None, rows, tuple((True, column) for column in range(_shape(rows)[1])))
 
     def _concatenated(self, node: Node) -> SharedColumns | None:
-        """Concatenation by columns: concatenate shared and per-sample columns separately."""
+        """Handle a concatenation by columns: concatenate shared and per-sample columns separately."""
         given: Any = node.args[0]
         dims = len(_shape(node))
         dim: Any = node.args[1] if len(node.args) > 1 else 0
@@ -174,7 +183,7 @@ class _Sharing:
         return SharedColumns(per_sample, shared, tuple(sources))
 
     def _slice(self, node: Node) -> SharedColumns | None:
-        """Slice by columns, if the step is 1."""
+        """Handle a slice of columns with step 1. Return None for other dimensions and steps."""
         source, dim, *span = node.args
         width = len(self._columns(source).sources)
         if dim != 1 or (len(span) > 2 and span[2] != 1):
@@ -182,7 +191,7 @@ class _Sharing:
         return self._between(source, *slice(*span).indices(width)[:2])
 
     def _split_part(self, node: Node) -> SharedColumns | None:
-        """Return the columns of a part after a split by columns."""
+        """Handle ``getitem``, which takes one part from a split by columns. Return None for other inputs."""
         split: Any = node.args[0]
         if split.target not in _SPLITS or split.args[0] not in self._columns_of:
             return None
@@ -246,11 +255,17 @@ class _Sharing:
         return SharedColumns(per_sample, shared, columns.sources)
 
     def _rowwise(self, node: Node) -> SharedColumns | None:
-        """Apply an operator that computes every row separately to shared rows, if all columns are shared."""
+        """Apply an operator to shared rows, if all input columns are shared. Return None otherwise.
+
+        The operator computes every result row from the same row of its first argument.
+        """
         return self._on_rows(node, node.args[:1])
 
     def _binary(self, node: Node) -> SharedColumns | None:
-        """Apply a binary operator to shared rows, if both sides are shared and have equal ranks."""
+        """Apply a binary operator to shared rows. Return None if this is not possible.
+
+        All tensor arguments must be shared completely, and must have as many dimensions as the result.
+        """
         # An argument with fewer dimensions is broadcast, and has no row per sample.
         if any(
             isinstance(argument, Node) and len(_shape(argument)) != len(_shape(node))
@@ -260,11 +275,16 @@ class _Sharing:
         return self._on_rows(node, [argument for argument in node.args if isinstance(argument, Node)])
 
     def _on_rows(self, node: Node, repeated: Sequence[Any]) -> SharedColumns | None:
-        """Apply an operator to shared rows, if all arguments in ``repeated`` depend only on shared rows.
+        """Apply an operator to R shared rows instead of B samples.
 
         Args:
-            node: node with the operator, which must compute every row from the same rows of `repeated`.
-            repeated: arguments with a row per sample.
+            node: node with the operator. It must compute every result row from the same row of all arguments
+                in `repeated`.
+            repeated: arguments of the node with a row per sample.
+
+        Returns:
+            Columns of the result, which are all shared. None if an argument in `repeated` has a column that
+            is not shared.
         """
         given: dict[Any, Node] = {}
         for argument in repeated:
@@ -280,9 +300,11 @@ class _Sharing:
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
     def _dots(self, node: Node) -> SharedColumns | None:
-        """Compute dot products of two shared vectors once per shared row, and all others per sample.
+        """Compute dot products of two shared vectors once per shared row.
 
-        The original node still computes all dot products. Users of shared products read the new node.
+        The original node still computes all dot products per sample. Nodes that read products of shared
+        vectors read them from the new node instead. Return None if fewer than two vectors are shared, or if
+        the dense vector is shared only in part.
         """
         dense, sparse = (self._columns(argument) for argument in node.args)
         kinds = {is_shared for is_shared, _ in dense.sources}
@@ -314,7 +336,7 @@ class _Sharing:
         """Split a linear layer over shared and per-sample columns into a sum of two layers.
 
         Returns:
-            The node with the sum, or None if there are too few shared columns to save time, or only such.
+            The node with the sum. None if too few columns are shared to save time, or if all are shared.
         """
         columns, weight = self._columns(node.args[0]), node.args[1]
         num_shared = len(columns.of(True))
@@ -331,7 +353,7 @@ class _Sharing:
         return self._call(_aten.add.Tensor, parts[0], self._call(_SELECT, parts[1], 0, self._group))
 
     def _columns(self, node: Any) -> SharedColumns:
-        """Return the columns of a value. Without a rule, all columns are per sample."""
+        """Return the columns of a node. If no rule has found shared columns, all columns are per sample."""
         columns = self._columns_of.get(node)
         if columns is None:
             columns = SharedColumns(node, None, tuple((False, column) for column in range(_shape(node)[1])))
@@ -344,7 +366,10 @@ class _Sharing:
         return self._slices(source, [column for kind, column in columns.sources if kind is is_shared])
 
     def _slices(self, source: Node, columns: Sequence[int]) -> Node:
-        """Return a node with the given columns, sliced in runs and concatenated; `source` itself for all."""
+        """Return a node with some columns of `source`; `source` itself if these are all columns in order.
+
+        Consecutive columns are sliced together, and the slices are concatenated.
+        """
         if list(columns) == list(range(_shape(source)[1])):
             return source
         # Consecutive columns are sliced together, as [start, end).
@@ -361,8 +386,9 @@ class _Sharing:
         return self._call(_aten.cat.default, list(parts), 1) if len(parts) > 1 else parts[0]
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call before the current node, with the metadata ``val`` from which later rules read
-        shapes.
+        """Insert a call of `target` before the current node, and return the new node.
+
+        The node gets the metadata ``val``, from which later rules read the shape.
         """
         node: Node = self._graph.call_function(target, args, kwargs)
         values: Any = torch.fx.map_arg(args, lambda argument: argument.meta["val"])
@@ -371,7 +397,7 @@ class _Sharing:
         return node
 
     def _replace(self, node: Node, other: Node) -> None:
-        """Let all users of a node read another node. The node is erased at the end."""
+        """Let all users of a node read another node. `run` erases the unused node at the end."""
         node.replace_all_uses_with(other)
         self._touched.add(node)
 
@@ -382,7 +408,11 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def _unaliased_node(index: Any) -> Any:
-    """Return the node that an index comes from, through operators that do not change it."""
+    """Return the node that computes an index.
+
+    Skips operators that pass the index on unchanged, such as ``detach``, and the selection of a tensor from a
+    stack.
+    """
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
         if index.target in _UNCHANGED and isinstance(source, Node):

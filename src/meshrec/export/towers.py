@@ -84,14 +84,15 @@ class Tower(nn.Module):
 class TowerQuery(nn.Module):
     """The query tower of a next-item model with two towers, and the vectors of all items as a buffer.
 
-    The item tower is not needed afterwards: `RankedItems` ranks items by the buffer's rows.
+    The package does not need the item tower, because `RankedItems` ranks items by the rows of the buffer.
 
     Args:
         model: model which ranks items by two towers.
-        ids_I: item IDs, ascending.
+        ids_I: item IDs, int64, ascending.
 
     Attributes:
-        item_vectors: vector of every item [ID, V]. Rows for other IDs up to the largest are 0.
+        item_vectors: item vectors, [largest ID + 1, V]. Row i is the vector of the item with ID i; it is 0 if
+            i is not in ``ids_I``.
     """
 
     item_vectors: Tensor

@@ -28,6 +28,7 @@ class TritonPythonModel:
         """Return the response to one request, whose tensors are named as in ``config.pbtxt``."""
 
         def tensor(name: str) -> torch.Tensor:
+            """Return an input tensor of the request."""
             return torch.from_numpy(utils.get_input_tensor_by_name(request, name).as_numpy())
 
         predictor = self._predictor

@@ -24,16 +24,17 @@ _log = logging.getLogger(__name__)
 class Weights:
     """Package weights as tensors, mapped from ``weights.bin`` or copied to memory.
 
-    If another program writes to the mapped file or truncates it, the weights change or are lost. `check` and
-    `check_changes` detect that. Replacing the file by renaming another is safe.
+    If another program writes to the mapped file, the weights change. If it truncates the file, weights are
+    lost. `check` detects a truncation, and `check_changes` also changed content. Replacing the file by
+    renaming another file is safe.
 
     Args:
         path: ``weights.bin`` in a package.
         records: names, types and positions of the tensors in the file.
         private: whether to copy the file to memory instead of mapping it.
-        larger_than_memory: whether lookups will miss pages; see ``ops.mapping.expect_misses``. None: whether
-            the file is larger than this process's memory limit.
-        digest: checksums of the expected content; None: not known.
+        larger_than_memory: whether lookups must expect rows that are not in memory; see
+            ``ops.mapping.expect_misses``. None: True if the file is larger than this process's memory limit.
+        digest: checksums of the expected content. None: they are not known, so the content is not verified.
 
     Attributes:
         tensors: weights, in the same order as ``records``. Writes to them do not change the file.
