@@ -26,14 +26,15 @@ CalibrationKind = Literal["isotonic", "platt"]
 class Curve(NamedTuple):
     """Calibration curve from logits to probabilities.
 
-    The curve is piecewise linear for ``isotonic``, and logistic for ``platt``.
+    For ``isotonic``, the curve connects points (logit, probability) by straight lines, and is constant
+    outside them. For ``platt``, the probability is ``sigmoid(slope * logit + intercept)``.
     """
 
     kind: CalibrationKind
     logits: list[float]
-    """Logits at the curve's points, ascending. For ``platt``, only the slope."""
+    """For ``isotonic``, the logits of the points, ascending. For ``platt``, a list with the slope."""
     probabilities: list[float]
-    """Probabilities at the curve's points. For ``platt``, only the intercept."""
+    """For ``isotonic``, the probabilities of the points. For ``platt``, a list with the intercept."""
 
     def __call__(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return calibrated probabilities, with the shape of ``logits``."""
@@ -42,7 +43,11 @@ class Curve(NamedTuple):
         return 1 / (1 + np.exp(-(self.logits[0] * logits + self.probabilities[0])))
 
     def calibrate_logits(self, logits: Tensor) -> Tensor:
-        """Return calibrated logits, float64: the sigmoid of the result is the calibrated probability."""
+        """Return calibrated logits, float64, with the shape of ``logits``.
+
+        The sigmoid of a calibrated logit is the calibrated probability. Logits are infinite for the
+        probabilities 0 and 1.
+        """
         # Isotonic curves reach 0 and 1, whose logits are infinite; a sigmoid maps them back.
         return torch.logit(torch.from_numpy(self(logits.double().numpy())))
 

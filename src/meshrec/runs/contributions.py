@@ -63,9 +63,9 @@ def contributions(
         tell: called at most once, with a message with the estimated duration if it exceeds ten seconds.
 
     Returns:
-        Table with a row per row to explain, and float64 columns: a column per model input, ``(base)`` with
-        the mean output for background rows, and ``(output)``, the sum of all other columns. If the model
-        has several classes, the output is the logit of the row's most probable class.
+        Table with a row per explained row. The float64 columns are the contribution of every model input,
+        ``(base)`` with the mean output for background rows, and ``(output)`` with the sum of all other
+        columns. If the model has several classes, the output is the logit of the row's most probable class.
 
     Raises:
         ValueError: the run has no columns to explain, or the background is empty.
@@ -92,6 +92,7 @@ def contributions(
     scorer = load_scorer(run, ranks, rows, labelled=False, step=step, last=last)
 
     def outputs(table: pa.Table) -> npt.NDArray[np.float64]:
+        """Return the model outputs for the rows of a table, float64 [rows, classes], or [rows, 1]."""
         dataset = open_data(source, run, table, labelled=False)
         scored = Scored.concat(list(gather_scores(scorer._replace(dataset=dataset), ranks)))
         logits: npt.NDArray[np.float64] = scored.logits_B.double().numpy()

@@ -113,7 +113,7 @@ def _read_columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
 def _encode_by_frequency(
     column: Any, rows: "np.typing.NDArray[np.int64]"
 ) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
-    """Number the values in a column by decreasing frequency, from 0.
+    """Number the distinct values in a column from 0, by decreasing frequency among the scored samples.
 
     Example: for samples with values "a", "b", "b", return ``["b", "a"]`` and ``[1, 0, 0]``.
 
@@ -122,8 +122,13 @@ def _encode_by_frequency(
         rows: data row of each scored sample, int64 [B].
 
     Returns:
-        The most frequent values as strings, at most ``_MAX_SLICES + 1``, and the value number of every
-        sample, int64 [B]. The additional value tells the caller that some values are not shown.
+        Two results. The first is a list of the most frequent values as strings, in number order. The second
+        is the value number of every sample, int64 [B]. The list has at most ``_MAX_SLICES + 1`` values, which
+        is 1 more than the caller shows, so the caller knows whether some values are not shown. The numbers
+        are not limited.
+
+    Raises:
+        ValueError: the column contains lists or structs.
     """
     import pyarrow as pa
 
@@ -155,7 +160,8 @@ def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> 
         value_indices: value number of every sample, from `_encode_by_frequency`.
 
     Returns:
-        Metrics by value. All values which are not among the most frequent are combined as ``others``.
+        Metrics by name, for each of the ``_MAX_SLICES`` most frequent values. All other values are combined
+        as ``others``.
     """
     shown_values = list(values[:_MAX_SLICES])
     remaining_name = "others (the rest)" if "others" in shown_values else "others"

@@ -62,10 +62,10 @@ def export_run(
         step, last: which weights to export if not the reported ones; see
             ``meshrec.checkpoint.find_checkpoint``.
         quantised: checkpoint from `meshrec.runs.quantize.quantize_run` with quantized tables for this run's
-            model. Its weights are exported instead.
+            model. If given, the package gets the weights in this checkpoint instead of the run's.
         tower: export only this tower of a two-tower model; the package then returns vectors.
-        shared: names of user features shared by all samples in a request; see `export`. With raw values,
-            also names of numeric columns, if all of them are shared.
+        shared: names of ID features, such as user features, that all samples in a request may share. The
+            name "dense" stands for all numeric values together. See `export`.
         compile, torchscript, sign: see `export`.
         onnx: write ``folder`` as an ONNX file instead; see [Note: ONNX] in ``export/onnx.py``.
 
@@ -191,7 +191,14 @@ class _PackageParts(NamedTuple):
 
 
 def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Dataset) -> _PackageParts:
-    """Select a run's parts for a package: the whole model, or query model and catalog for next items."""
+    """Return the package parts for a run's model, depending on the model type.
+
+    A next-item model is reduced to the part that computes query vectors from histories, and the package gets
+    the catalog of items to recommend. Any other model is exported as a whole.
+
+    Raises:
+        ValueError: a next-item model was not trained on a log.
+    """
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
         return _tower_parts(model, recipe.data, run)
     if not isinstance(model, HistoryModel):
@@ -240,7 +247,10 @@ def _tower_parts(model: TowerRanking, log: LogSource, run: RunFolder) -> _Packag
 
 
 def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> _PackageParts:
-    """Replace the item tower in package parts by precomputed item vectors to recommend from."""
+    """Reduce the package parts of a two-tower model to the query tower and a catalog to recommend from.
+
+    The package has precomputed vectors for all items in the log instead of the item tower.
+    """
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
     catalog = ItemValues.of(log, features_of(run))
@@ -268,22 +278,24 @@ def _single_tower_parts(parts: _PackageParts, tower: Side) -> _PackageParts:
 def _unhash_items(
     model: nn.Module, recipe: Recipe, log: LogSource, run: RunFolder, quantised: str | Path | None
 ) -> tuple[nn.Module, Recipe, Dataset]:
-    """Replace a hashed item table by a fixed table with a row per item, because a package lists all items.
+    """Replace hashed item tables by tables with a row per vocabulary item, because a package lists all items.
 
-    Missing and unknown items share the row of the missing key.
+    A hashed table assigns rows to item IDs as they occur. In the new tables, the vocabulary determines the
+    row. The rows for missing and unknown items are copies of the hashed table's row for missing items.
 
     Args:
-        model: model with hashed item tables.
+        model: model with hashed item tables. It is not changed.
         recipe: the run's recipe.
         log: the recipe's data source, with hashed items.
         run: run folder with the fitted vocabulary.
-        quantised: quantized checkpoint to export from, for the error; None: none.
+        quantised: path of the quantized checkpoint to export, which this function does not support; None if
+            the weights are not quantized.
 
     Returns:
         The new model, and a matching recipe and dataset.
 
     Raises:
-        ValueError: the rows come from a quantized checkpoint.
+        ValueError: ``quantised`` is given.
     """
     if quantised is not None:
         raise ValueError(
@@ -319,7 +331,10 @@ def _unhash_items(
 
 
 def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
-    """Look up IDs in a hashed table: return rows, fp32 [N, D]. IDs without a row get their initial values."""
+    """Return the rows of a hashed table for IDs, fp32 [N, D].
+
+    An ID without a row in the table gets the initial values of a new row for this ID.
+    """
     rows = table.storage.initial_values(ids_N)
     slots = table.key_index.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
@@ -329,10 +344,10 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
 
 
 def _allocate_rows(model: nn.Module) -> nn.Module:
-    """Allocate the table rows of a model built on the meta device. The new rows are uninitialized.
+    """Allocate uninitialized rows for the embedding tables of a model, which were built on the meta device.
 
-    A collection with a table in a file (`FileRows`) is replaced by a new collection, and the result is then a
-    copy of the model. Without such tables, the model itself is changed and returned.
+    If a table has rows outside an ordinary parameter, such as in a file (`FileRows`), return a copy of the
+    model with a new embedding collection. Without such tables, change and return the given model.
     """
     # Replacements by ID of the replaced module.
     memo: dict[int, nn.Module] = {}
@@ -353,7 +368,8 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
     """Load a quantized checkpoint into a quantized copy of the model.
 
     Args:
-        model: the run's unquantized model, whose tables need no memory.
+        model: the run's unquantized model. Table values are not read, so the tables may be on the meta
+            device.
         checkpoint: checkpoint from `quantize_run`.
         run: name of the run to export.
 
@@ -385,7 +401,10 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
 
 
 def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
-    """Return the conversion from raw data columns to IDs; None if the recipe's requests must have IDs."""
+    """Return the conversion from raw data columns to IDs, for requests with raw values.
+
+    Return None if requests must have IDs: the data source cannot read table rows, or IDs have weights.
+    """
     if not isinstance(recipe.data, RawSource) or dataset.has_id_weights:
         return None
     features = features_of(run)

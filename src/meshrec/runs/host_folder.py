@@ -183,9 +183,11 @@ def locked_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]
 
 
 def _claim_folder(job: Job) -> RunLock:
-    """Lock the run folder created by this launch before a restart; if there is none, create a folder.
+    """Find or create the run folder for this launch, and lock it.
 
-    Without a local folder, a run of this launch in the object store is downloaded and continued.
+    A launch is a start of the ranks by a launcher, with all later restarts, and has an ID. After a restart,
+    use the newest unfinished run with the same ID. If no local folder has such a run, download it from the
+    object store. If the store has none either, or the launch has no ID, call `claim_run`.
     """
     # torchrun sets the run ID "none" if no --rdzv-id is given.
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -209,7 +211,10 @@ def _claim_folder(job: Job) -> RunLock:
 
 
 def _launch_of(folder: RunFolder) -> str | None:
-    """Return the ID of the launch behind a run folder; None if the file cannot be read."""
+    """Return the ID of the launch that created a run folder. Return None if the file with the ID is damaged.
+
+    If no ID is recorded, the result is the string "None".
+    """
     try:
         return str((folder.read_json(LAUNCH) or {}).get("id"))
     except ValueError:

@@ -94,12 +94,14 @@ def _train_and_evaluate(
     """Train the models and evaluate the baselines.
 
     Yields:
-        Name, and metrics by data part: ``{"validation": {...}, "test": {...}}``. The test metrics include the
-        effective sample counts per class, ``positive`` and ``negative``.
+        Pairs of a name and the metrics by data part, ``{"validation": {...}, "test": {...}}``. The test
+        metrics include the effective number of samples per class, ``positive`` and ``negative``; see
+        ``metrics.curves.effective_sizes``.
     """
     source = recipe.data
 
     def opened() -> Any:  # again for every model: a dataset counts skipped rows
+        """Open the data, with the fitted features if the data source uses features."""
         return source.dataset(features) if isinstance(source, FittedSource) else source.load()
 
     # Used for labels and baselines. Every model opens the data again; see `opened`.
@@ -125,5 +127,5 @@ def _train_and_evaluate(
 
 
 def _class_sizes(quality: dict[str, dict[str, float]]) -> tuple[float, float]:
-    """Return the effective numbers of positive and negative test samples."""
+    """Return the effective numbers of positive and negative test samples, from `_train_and_evaluate`."""
     return quality["test"]["positive"], quality["test"]["negative"]

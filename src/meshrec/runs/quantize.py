@@ -53,12 +53,13 @@ def quantize_run(
         run: the run.
         ranks: the ranks of a single process.
         folder: folder for the new checkpoint; it must not exist.
-        max_loss: loss budget: by how much the loss on the run's validation data may rise. Data types are then
-            chosen per table (see ``choose_precision``). None: all tables get the data type ``weights``.
+        max_loss: loss budget. It is the maximum relative increase of the log loss on the run's validation
+            data, such as 0.0002 for 0.02 %. Data types are then chosen per table (see ``choose_precision``).
+            None: all tables get the data type ``weights``.
         weights: data type for all tables, if no budget is given.
         rounding: rounding method; see ``quantize``.
-        step: use the checkpoint at this step instead.
-        last: use the run's last checkpoint instead of the best.
+        step: training step of the checkpoint to quantize; None: the checkpoint with the reported weights.
+        last: whether to quantize the run's last checkpoint instead of the reported weights.
         measured: run on whose model the loss is measured. Needed if ``run`` is the refit of that run on all
             rows, which has learned from the validation data. None: measure on ``run``.
 
@@ -91,13 +92,16 @@ def quantize_run(
 
 
 def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
-    """Choose a data type per table such that the validation loss rises by at most ``max_loss``.
+    """Choose a data type per table such that the validation loss rises by at most the fraction ``max_loss``.
 
     Args:
-        trained: model on which the loss is measured.
+        trained: model on which the loss is measured, with validation data.
         ranks: the ranks of a single process.
-        max_loss: loss budget.
+        max_loss: maximum relative increase of the log loss, such as 0.0002 for 0.02 %.
         rounding: rounding method; see ``quantize``.
+
+    Raises:
+        ValueError: the run has no validation data.
     """
     reader = trained.dataset.validation
     if reader is None:
@@ -107,6 +111,7 @@ def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rou
         )
 
     def losses(scored: nn.Module) -> Tensor:
+        """Return a model's log loss per validation sample, float64 [N], scaled by the sample weights."""
         logits, labels, weights = outputs_of(scored, reader, ranks)
         values = log_losses(logits.double(), labels.double())
         # The budget limits the plain mean of these values; scaled like this, it is the weighted mean.

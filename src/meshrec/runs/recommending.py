@@ -262,7 +262,7 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
 def similar_items(
     run: RunFolder, items: pa.Array | None, k: int, *, step: int | None = None, last: bool = False
 ) -> pa.Table:
-    """Find similar items: those whose learned vectors have the largest cosine with an item's vector.
+    """For every given item, find the other items with the most similar learned vectors, by cosine.
 
     Args:
         run: a next-item run.

@@ -75,8 +75,9 @@ def check_refit(job: Job) -> None:
 def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe:
     """Return the recipe for the refit on all rows.
 
-    The refit makes as many passes over its rows as the first fit made until the reported weights. The number
-    of steps and the length of the learning rate schedule therefore grow with the number of rows.
+    The refit makes as many passes over its rows as the first fit needed to reach the reported weights. The
+    number of steps and the length of the learning rate schedule therefore grow with the number of rows.
+    Evaluations, early stopping and publishing are switched off.
 
     Args:
         recipe: recipe of the first fit, but with all rows as training data.
@@ -141,6 +142,7 @@ def refit(
     observers: list[Callable[[Event], None]] = [FolderObserver(final)] if ranks.is_first else []
 
     def observe(event: Event) -> None:
+        """Report the finished share of the steps to ``tell``, and pass the event to the observers."""
         if isinstance(event, Stepped):
             tell(event.step / max(refit_trainer.num_steps, 1))
         for observer in observers:

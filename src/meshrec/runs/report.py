@@ -87,7 +87,7 @@ def comparison_data(
 
 
 def _summary_curves(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the ROC and calibration curves in a report; empty without any."""
+    """Return the ROC and calibration curves in a report's summary, or an empty dict if it has no curves."""
     curves: dict[str, Any] = report["summary"].get("curves") or {}
     return curves
 
@@ -128,8 +128,9 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the median duration for every phase in a training step, for every rank.
 
     Returns:
-        A dict per rank, with ``"rank"`` and ``"phases"``: seconds by phase name, the dense part last. For a
-        pipelined run, ``"hidden"`` has the seconds by which a phase would be longer without overlap.
+        A dict per rank. Entry ``"rank"`` is the rank, and ``"phases"`` has seconds by phase name, the dense
+        part last. For a pipelined run, ``"hidden"`` has, by phase name, the seconds by which the phase would
+        be longer if it did not overlap with other work.
     """
     # Durations without overlap, from measured steps in which the pipeline was switched off.
     whole = dict(_median_phases(folder.whole_phases))
@@ -163,7 +164,11 @@ def _median_phases(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return metrics lines for the page, with at most about as many points per curve as a screen can show."""
+    """Return the metrics lines to plot: training lines first, then validation lines, then test lines.
+
+    Of each kind, at most ``_MAX_POINTS + 1`` lines are returned, because a screen cannot show more points.
+    Entries that the page does not show are removed from the lines.
+    """
     train = [line for line in lines if line["kind"] == "train"]
     evaluated = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
@@ -179,7 +184,7 @@ def _is_curve(name: str) -> bool:
 
 
 def _thin(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Select evenly spaced lines, about `_MAX_POINTS` at most."""
+    """Return evenly spaced lines, at most `_MAX_POINTS`, and also the last line."""
     # Keep the last line too: it has the final values.
     stride = -(-len(lines) // _MAX_POINTS) or 1
     return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])

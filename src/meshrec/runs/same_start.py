@@ -91,8 +91,8 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
         options: command-line options, which must be equal on all ranks.
 
     Returns:
-        Plain values by name: recipe options, data files, options, versions, environment variables, source
-        digests and a digest of the sharding plan.
+        Plain values by name. They are recipe options, data files, options, versions, environment variables,
+        source digests and a digest of the sharding plan.
     """
     paths = dict(_data_paths(recipe.data, "data"))
     description: dict[str, Any] = {
@@ -216,7 +216,8 @@ def _fingerprint(path: Path) -> str:
 def versions() -> dict[str, str]:
     """Return the versions for all software that affects the results of a step, by name.
 
-    MeshRec's version includes a digest of its source file sizes, which distinguishes unreleased versions.
+    The entry for MeshRec also has a digest of the names and sizes of the source files, because unreleased
+    versions have the same version number.
     """
     root = Path(library.__file__).parents[1]
     sources = sorted(f"{path.relative_to(root)} {path.stat().st_size}" for path in root.rglob("*.py"))

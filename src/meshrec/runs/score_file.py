@@ -26,10 +26,10 @@ def write_scores(
     keep: Sequence[str] = (),
     loss: Loss = DEFAULT_LOSS,
 ) -> int:
-    """Write a file with a row per data row, in data order: the data columns, and ``score``.
+    """Write a file with a row per data row, in data order: some data columns, and the column ``score``.
 
-    A model with several tasks has a score column per task, ``score_TASK``. A damaged row, which the reader
-    skipped has a null score.
+    A model with several tasks has a score column per task, ``score_TASK``. If the reader skipped a data row
+    because it is damaged, its score is null.
 
     Args:
         out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
@@ -69,7 +69,7 @@ def write_scores(
 def _fill_skipped_rows(
     scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int
 ) -> Iterator[list[Any]]:
-    """Yield scores for consecutive data rows, with null for rows skipped by the reader.
+    """Convert model outputs to scores for all data rows in order, with null for rows skipped by the reader.
 
     Args:
         scored: scored batches, with row numbers in ascending order.
@@ -78,7 +78,7 @@ def _fill_skipped_rows(
         num_tasks: number of scores per row, T.
 
     Yields:
-        T Arrow arrays with the float32 scores of the next rows.
+        The float32 scores of the next data rows, as a list with an Arrow array [rows] per task.
     """
     import pyarrow as pa
 
@@ -147,6 +147,7 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
     waiting: list[Any] = []
 
     def writer_of(schema: Any, file: BinaryIO) -> Any:
+        """Return the Arrow writer for the suffix of ``out``. Raise ValueError if a CSV column has lists."""
         nested = [field.name for field in schema if pa.types.is_nested(field.type)]
         if nested and out.suffix == ".csv":
             raise ValueError(f"{out}: CSV has no lists, as {nested} are. Write .parquet, or --keep others.")
@@ -157,6 +158,7 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
 
         # The schema comes from the first tables, so the writer opens at the first flush.
         def flush() -> None:
+            """Write all waiting tables as a single table."""
             nonlocal writer
             whole = pa.concat_tables(waiting)
             waiting.clear()
@@ -165,6 +167,7 @@ def table_writer(out: Path) -> Iterator[Callable[[Any], None]]:
             writer.write_table(whole)
 
         def write(table: Any) -> None:
+            """Append a table to the waiting tables, and write them once they fill a row group."""
             waiting.append(table)
             if sum(map(len, waiting)) >= _ROW_GROUP:
                 flush()

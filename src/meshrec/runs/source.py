@@ -64,7 +64,7 @@ def copy_source(folder: RunFolder, source: str | None, before: Any = None) -> di
         before: value returned at an earlier start of the same run; None: the first start.
 
     Returns:
-        Entry for ``config.json``: digests of the files, the original folder, and the seal. None for built-in
+        Entry for ``config.json`` with file digests, the original folder and the seal. None for built-in
         recipes, or if the recipe has no source code.
     """
     if source is None or not _is_code(source):
@@ -289,6 +289,7 @@ class _InMemoryLoader(SourceFileLoader):
         self._content = content
 
     def get_data(self, path: str) -> bytes:
+        """Return the source code in memory instead of reading ``path``."""
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:

@@ -19,7 +19,8 @@ class Vectors(NamedTuple):
 
     Attributes:
         rows: embeddings, [num_rows, dim].
-        ids: for a hashed table, the ID of every row, int64 [num_rows]; None for a fixed table.
+        ids: ID of every row, int64 [num_rows], for a hashed table, which assigns rows to IDs as they occur.
+            None for a table in which row i belongs to ID i.
     """
 
     rows: Tensor

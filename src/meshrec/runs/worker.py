@@ -290,6 +290,7 @@ class _RankRun:
         self._notify(Reported("fitting again on all rows, validation and test rows too"))
 
         def tell(share: float) -> None:
+            """Report the finished share of the refit, from 0 to 1, to all observers."""
             self._notify(Progressed("the fit on all rows", share))
 
         result = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
@@ -443,14 +444,21 @@ class _RankRun:
         }
 
     def _precision(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the dense part's precision and, for bf16, the final weights' loss in bf16 and fp32."""
+        """Return the precision used for the dense part, "bf16" or "fp32", in the entry ``used``.
+
+        If the losses of the reported weights in bf16 and in fp32 were compared, further entries have the
+        result; see `LossCheck`.
+        """
         check = trainer.loss_check
         if check is None:
             return {"used": "bf16" if trainer.precision.bf16 else "fp32"}
         return {"used": "bf16", **check._asdict(), "difference": check.difference}
 
     def _evaluated_users(self, dataset: "Dataset") -> dict[str, tuple[int, int]]:
-        """Return the numbers of evaluated and of held-out users, where a sample of users is evaluated."""
+        """Return the pair (evaluated users, held-out users) by data part, ``validation`` and ``test``.
+
+        A part is missing unless only a sample of its held-out users is evaluated.
+        """
         parts = {"validation": dataset.validation, "test": dataset.test}
         return {
             name: (part.num_samples, dataset.num_held_out[name])
@@ -483,9 +491,11 @@ class _RankRun:
         return paths
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Return predicted and measured seconds per phase on the slowest rank, and for the whole step.
+        """Return a dict per measured phase, and at the end a dict for the whole step.
 
-        The result is empty for an unsharded model, or if no phases were measured.
+        A dict has the name (``phase``), and the ``predicted`` and ``measured`` seconds; see
+        `meshrec.planner.measured.Comparison`. The list is empty for an unsharded model, or if no phases were
+        measured.
         """
         plan = trainer.built.plan
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
@@ -525,6 +535,7 @@ class _RankRun:
         """Add the baselines' metrics to the summary. After a stop request, skip the remaining baselines."""
 
         def tell(share: float) -> None:
+            """Report the finished share, from 0 to 1, or raise `_Stopped` after a stop request."""
             if stop.signal is not None:
                 # Leaves the computation of a baseline, which calls `tell` often.
                 raise _Stopped
