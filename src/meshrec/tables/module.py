@@ -146,7 +146,7 @@ class TableModule(nn.Module):
 
     @property
     def rectangles(self) -> list[Rectangle]:
-        """Row and column intervals of the table that this process holds."""
+        """The rectangles held by this process: row and column intervals of the table."""
         return [table.rectangle for table in self.tables]
 
     def shards(self) -> list[Tensor]:
@@ -156,7 +156,9 @@ class TableModule(nn.Module):
     # ---- unsharded hashed tables ------------------------------------------------------------------
 
     def train_with(self, spec: OptimizerSpec | None) -> Any:
-        """Replace an unsharded hashed table by a table with the same rows and optimizer state. Return it.
+        """Replace an unsharded hashed table by a table with the same rows for an optimizer, and return it.
+
+        Optimizer state with the same names is copied. Other state gets initial values.
 
         Args:
             spec: fused optimizer, which tells the state per row; None: no optimizer state.
@@ -169,7 +171,9 @@ class TableModule(nn.Module):
         return table
 
     def share(self, table: Table) -> None:
-        """Use the hashed table of another module, on the CPU, without a copy. It is not trained here.
+        """Replace this module's hashed table by another module's table, without a copy.
+
+        Moves the placeholder parameter to the CPU. This module does not train the table.
 
         Args:
             table: the other module's table.

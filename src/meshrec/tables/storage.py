@@ -81,7 +81,7 @@ class RowStorage(Protocol):
         """
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Create an index from keys to slots for the rows of a rectangle.
+        """Create an index for the rows of a table rectangle, from keys to slots (row positions in memory).
 
         Args:
             first_row: first row of the rectangle.

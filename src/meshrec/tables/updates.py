@@ -177,12 +177,15 @@ class RowPeers(Protocol):
     def row_stats(
         self, touched: Sequence[TouchedRows], optimizer: int, hyper: Sequence[Hyper]
     ) -> list[Tensor]:
-        """Return the argument ``row_stats`` of the kernel ``tbe_update``, per rectangle.
+        """Compute the statistics over whole rows which the update formula needs.
 
         Args:
             touched: touched rows per rectangle.
             optimizer: number of the optimizer in the kernels.
             hyper: hyperparameters per rectangle.
+
+        Returns:
+            A tensor per rectangle, in the form of the argument ``row_stats`` to the kernel ``tbe_update``.
         """
 
 

@@ -217,6 +217,9 @@ def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, ato
         reference: Unsharded model.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
+
+    Raises:
+        AssertionError: A table or dense parameter differs.
     """
     expected: Mapping[str, Tensor] = dict(reference.named_parameters())
     tables: set[str] = set()

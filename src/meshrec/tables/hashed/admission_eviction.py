@@ -57,7 +57,9 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
 class RowChanges(NamedTuple):
     """IDs to admit to a table rectangle, and rows to evict from it, at an update.
 
-    The update has U distinct IDs without a live row: the new IDs. Their slots are pending.
+    A rectangle is a key interval times a column interval of a table. *New IDs* are the U distinct IDs in the
+    update without a live row. Their slots (row positions in memory) are pending: a batch uses them, but they
+    are free again after the batch unless the IDs are admitted.
     """
 
     slots: Tensor
@@ -81,7 +83,11 @@ class RowChanges(NamedTuple):
     """Number of admitted IDs."""
 
     def of_admitted(self, values: Tensor) -> Tensor:
-        """Return the values of the admitted IDs, given one value per new ID."""
+        """Select the values of the admitted IDs.
+
+        Args:
+            values: a value per new ID, [U].
+        """
         return values if self.num_admitted == len(values) else values[self.admitted]
 
 
@@ -97,14 +103,15 @@ class TableChanges(NamedTuple):
 class AdmissionEviction:
     """Admits IDs to hashed tables and evicts rows from them, at the same update on all ranks.
 
-    An update calls ``prepare``, which selects and may raise an error, then ``apply``; it then changes the
-    rows and calls ``finish``. A single object serves all hashed tables looked up together.
+    An update calls three methods. ``prepare`` selects the IDs and rows, and may raise an error. ``apply``
+    admits and evicts them. The update then changes the rows, and calls ``finish``. A single object serves all
+    hashed tables looked up by a module.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
         storages: storages of all hashed tables by table number, including tables without rows on this rank.
-        intervals: by table number, the key intervals in which rows are counted. No rectangle on any rank
-            covers an interval only partly.
+        intervals: by table number, the key intervals in which rows are counted. A rectangle, on any rank,
+            contains an interval completely or not at all.
         ranks: the ranks among which the tables are split. None: this process has the whole tables.
     """
 

@@ -90,7 +90,7 @@ class SingleRank:
 
 
 class SlotScores(NamedTuple):
-    """The eviction score per slot in a rectangle, and which slots count. S slots."""
+    """Eviction scores for the S slots (row positions) of a rectangle, and which slots to consider."""
 
     scores: Tensor
     """Score of the row in a slot, int32 or int64 [S]. Meaningless at slots that are not marked."""
@@ -167,16 +167,17 @@ class CachedCandidates(NamedTuple):
     rows: Mapping[int, OrderedRows]
     """The candidates on this rank, by rectangle number."""
     use_score: int
-    """Score that a row used during the search would have got. All cached rows have lower scores."""
+    """Score of rows used by the update during which the search ran. All cached rows have lower scores."""
     loads: Mapping[int, int]
     """``RowAccounting.loads`` by rectangle number at the search. If it differs later, rows were loaded since,
     and the candidates are stale."""
 
 
 class Evictions:
-    """Selects victims in hashed tables looked up together, and caches candidates between updates.
+    """Selects the rows to evict (victims) from the hashed tables looked up by a module.
 
-    All ranks must call the collective methods in the same order.
+    A search finds more candidates than needed, and caches the others for later updates. All ranks must call
+    the collective methods in the same order.
 
     Args:
         tables: rectangles on this rank, by rectangle number.
@@ -336,7 +337,11 @@ class Evictions:
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, OrderedRows]) -> int:
-        """Return the row count in a candidate list on this rank, every row counted once."""
+        """Return the number of rows on this rank in a candidate list. A row split by columns counts once.
+
+        Args:
+            rows: candidates by rectangle number.
+        """
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:

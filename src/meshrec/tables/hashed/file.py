@@ -32,7 +32,8 @@ from meshrec.tables.table import Rectangle, RowBlock, Span
 class HashedFile:
     """File with the weights and optimizer state for a hashed table rectangle, and a cache.
 
-    A row is identified by the index slot; see [Note: hashed rows in a file].
+    A row is identified by the index slot, which the hash index assigns to the ID. The index slot is also the
+    record number in the file; see [Note: hashed rows in a file].
 
     Args:
         rectangle: key and column intervals.
@@ -77,7 +78,7 @@ class HashedFile:
         """Hashed key for the row in a cache slot, int64. Set by ``resolve``, valid while a batch uses it."""
 
     def resolve(self, slots: Tensor, keys: Tensor, *, train: bool) -> tuple[Tensor, RowsInFlight]:
-        """Assign cache slots to rows, and start to bring the rows there in the background.
+        """Assign cache slots to rows, and start to copy the rows into these slots in the background.
 
         Args:
             slots: index slots, int64 [N].
@@ -85,7 +86,7 @@ class HashedFile:
             train: whether the rows will be updated.
 
         Returns:
-            Cache slots, int64 [N], and the pin that keeps them. The pin's ``wait`` waits for the rows.
+            Cache slots, int64 [N], and a pin on them. The pin's ``wait`` waits for the rows.
         """
         resolved = self.table.resolve(slots, train=train)
         # False if the cache had no room for the row. The pin's ``wait`` then raises an error.

@@ -1,5 +1,6 @@
-"""State dicts of hashed tables: load whole-table tensors into local rectangles, and return them.
+"""State dicts of hashed tables: load whole-table tensors into the rectangles on a rank, and return them.
 
+A rectangle is a key interval times a column interval of a table, and has a separate ``HashedTable`` object.
 A whole table in a state dict is a set of tensors (*parts*) with a row per ID: ``ids``, ``weight`` and others.
 """
 
@@ -27,7 +28,7 @@ def state_dict_names(storage: HashedRows) -> list[str]:
 
 
 def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor], prefix: str) -> None:
-    """Replace all rows in a table's local rectangles by rows from a state dict.
+    """Replace all rows in a table's rectangles on this rank by rows from a state dict.
 
     All parts are checked first: if one does not fit, nothing changes. Without the part ``ids``, row i belongs
     to ID i, as in a fixed table. Policy parts that are missing get initial values.

@@ -107,7 +107,7 @@ class PinnedRows(Pin):
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
     def release(self) -> None:
-        """Release the slots. The table frees those still pending at its next lookup."""
+        """Release the slots. At its next lookup, the table frees the slots which are still pending."""
         if not self.is_released:
             self.is_released = True
             self.table.in_flight.discard(self)
@@ -419,7 +419,7 @@ class HashedTable:
             self.accounting.changes += 1
 
     def reset(self, slots: Tensor, fills: Fills) -> None:
-        """Write their initial values to pending rows again.
+        """Write initial values to pending rows again.
 
         Args:
             slots: pending slots, int64 [N].
