@@ -203,7 +203,7 @@ class RankPool:
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file which ranks import to find a function."""
+    """Return the path of the file that defines a function. Ranks import this file to call the function."""
     # For functions defined in a notebook cell, inspect returns a file that does not exist.
     main = getattr(sys.modules["__main__"], "__file__", None)
     return main if function.__module__ == "__main__" and main else inspect.getfile(function)
@@ -249,8 +249,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
     """Import the module that defines a called function.
 
-    Imports it by name if this loads the right file: results can be pickled only if their class is in an
-    importable module. Otherwise loads the file.
+    If the module's name leads to the right file, the module is imported by name, because results can be
+    pickled only if their class is in an importable module. Otherwise the file is loaded directly.
 
     Args:
         task: The call.

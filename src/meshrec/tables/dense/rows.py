@@ -39,7 +39,7 @@ class DenseRows:
         return dim
 
     def part_column(self, column: int) -> int:
-        """Return ``column``: table columns are the columns of the part ``weight``."""
+        """Return ``column``: column i of the table is also column i of the row part ``weight``."""
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:

@@ -108,7 +108,7 @@ class ExactCounts(AdmissionCounts):
         self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=max_slots, name=name)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return whether each ID reaches ``k`` occurrences with this update, bool [N].
+        """Return, for every new ID, whether the ID reaches ``k`` occurrences with this update, bool [N].
 
         Args:
             keys: new IDs' keys, ascending, int64 [N].
@@ -191,7 +191,7 @@ class CountMinSketch(AdmissionCounts):
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return whether all cells of each ID reach ``k`` with this update, bool [N].
+        """Return, for every new ID, whether all cells of the ID reach ``k`` with this update, bool [N].
 
         Args:
             keys: new IDs' keys, ascending, int64 [N].

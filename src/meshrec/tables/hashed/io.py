@@ -79,11 +79,11 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
 
 
 def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Iterator[RowBlock]:
-    """Select the counts of waiting IDs that belong to a rectangle, and yield them as a block.
+    """Select the admission counts for a rectangle, and yield them as a single block.
 
     Args:
         table: rectangle.
-        keys: keys of waiting IDs, int64 [n].
+        keys: keys of IDs waiting for admission, which have no row yet, int64 [n].
         counts: count per key, int64 [n].
     """
     inside = in_span(keys, (table.rectangle.r0, table.rectangle.r1))

@@ -502,10 +502,10 @@ class HashedKeys:
         return isinstance(self.admit, (MinCount, MinCountSketch))
 
     def rows(self, row_bytes: int) -> int:
-        """Return the greatest number of rows, over all ranks.
+        """Return the table's row limit: the greatest number of rows, over all ranks.
 
         Args:
-            row_bytes: bytes per row without the index. Needed if the limit is ``max_bytes``.
+            row_bytes: bytes per row without the index. Used only if the limit is ``max_bytes``.
 
         Raises:
             ValueError: ``max_bytes`` is too small for a row, or the admission policy does not fit the limit.

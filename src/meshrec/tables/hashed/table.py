@@ -102,7 +102,10 @@ class PinnedRows(Pin):
         return self._parts[0] if len(self._parts) == 1 else torch.cat(list(self._parts))
 
     def fresh(self) -> AssignedSlots | None:
-        """Return the slots first assigned for this batch. None if the batch uses other pending slots, too."""
+        """Return the slots first assigned for this batch.
+
+        None if there are none, or if the batch uses other pending slots, too.
+        """
         # ``_mark_evicted`` replaces ``pending`` when a row becomes pending, hence the identity check.
         return self._fresh if self._fresh is not None and self.pending is self._fresh.slots else None
 
