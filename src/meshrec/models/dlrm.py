@@ -98,9 +98,9 @@ class DenseArch(nn.Module):
 
 
 class InteractionArch(nn.Module):
-    """DLRM's interaction: dot products between all pairs of vectors, after the dense vector itself.
+    """DLRM's interaction. It concatenates the dense vector and the dot products between all pairs of vectors.
 
-    The vectors are the dense vector and the F embeddings.
+    The F + 1 vectors are the dense vector and the F embeddings.
 
     Args:
         num_sparse_features: Number of embeddings, F.

@@ -263,7 +263,10 @@ class HistoryModel(nn.Module):
         return repeated_items(self.repeats.weight, self.repeats.chosen, history)
 
     def _new_users(self, lengths_B: Tensor) -> NewUsers | None:
-        """Return which samples lack a history, and item scores for them; None without `NewUserScores`.
+        """Return which samples lack a history, and the item scores for these samples.
+
+        Return None if the model does not have fixed scores for new users (`NewUserScores`). It then encodes
+        empty histories like all others.
 
         Args:
             lengths_B: History lengths.
@@ -271,7 +274,7 @@ class HistoryModel(nn.Module):
         return NewUsers(lengths_B == 0, self.new_user_scores) if self.scores_new_users else None
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return the training result, see `forward`.
+        """Return the mean loss over the targets of every sample, and a column of zeros, [B, 2].
 
         Args:
             features: IDs for all features.
@@ -410,7 +413,14 @@ class HistoryModel(nn.Module):
         )
 
     def _mask_history(self, history: JaggedTensor, targets: _Targets) -> JaggedTensor:
-        """Replace the rows for masked items by ``start``. Masked items are those among the targets."""
+        """Replace the table rows of masked items by the trained vector ``start``.
+
+        An item in the history is masked if it is a target. Targets that follow the history are ignored.
+
+        Args:
+            history: B bags with the table rows for the history items, values [N, D].
+            targets: Training targets.
+        """
         lengths_B, rows = history.lengths(), history.values()
         is_item = targets.position_T < lengths_B[targets.sample_T]
         index = (history.offsets()[targets.sample_T] + targets.position_T)[is_item]
@@ -418,7 +428,7 @@ class HistoryModel(nn.Module):
         return JaggedTensor(rows, lengths=lengths_B)
 
     def _evaluate(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Return the result from `evaluate_targets`, [B, 3], for the last target per sample.
+        """Evaluate the last target of every sample, and return the result of `evaluate_targets`, [B, 3].
 
         Args:
             features: IDs for all features.
@@ -454,8 +464,9 @@ class HistoryModel(nn.Module):
         """Encode histories, and return the converted query for the next item, per history, [B, D].
 
         Args:
-            features: IDs for all features.
-            history: Table rows for the history items, for the batch or the first samples.
+            features: IDs for all features, and timestamps, for the whole batch.
+            history: B bags with the table rows for the history items. These may be only the first samples of
+                the batch.
             check: Whether to check history lengths.
         """
         encoded = self._encode_rows(features, history, check=check)
@@ -473,8 +484,9 @@ class HistoryModel(nn.Module):
         """Check history lengths, and return the timestamps; None if the model does not read timestamps.
 
         Args:
-            features: IDs for all features, and timestamps.
-            lengths: History lengths, for the batch or the first samples.
+            features: IDs for all features, and timestamps, for the whole batch.
+            lengths: History lengths, [B]. These may be only the first samples of the batch; the result then
+                has the timestamps of only these samples.
             check: Whether to check lengths, which an exported program cannot do.
 
         Raises:
@@ -542,13 +554,14 @@ class HistoryModel(nn.Module):
 def encode_in_buckets(
     history: JaggedTensor, max_length: int, encode: Callable[[Tensor, Tensor], Tensor]
 ) -> EncodedHistories:
-    """Encode histories with a function for padded inputs, and with little padding.
+    """Encode histories of different lengths with a function that needs padded inputs.
 
-    Histories are divided into buckets with similar lengths. A bucket is padded to the longest history.
+    To limit padding, histories are divided into buckets with similar lengths. A bucket is padded to its
+    longest history. An exported program has a single bucket instead.
 
     Args:
         history: B bags with table rows for the history items, values [N, D].
-        max_length: Length to which an exported program pads all histories, in a single bucket.
+        max_length: Length to which an exported program pads all histories.
         encode: Function that maps a bucket's lengths [b] and padded rows [b, L, D] to vectors [b, L + 1, D].
     """
     lengths_B, offsets = history.lengths(), history.offsets()
@@ -581,10 +594,10 @@ def encode_in_buckets(
 
 
 def _bucket_sizes(lengths: list[int]) -> list[int]:
-    """Divide histories into buckets, and return how many histories a bucket has.
+    """Divide histories into buckets of similar lengths, and return the number of histories per bucket.
 
-    A history with length L starts a new bucket if the bucket would pad it to more than
-    ``2 * L + _FREE_PADDING`` positions.
+    All histories in a bucket are padded to the longest one. A history with length L starts a new bucket if
+    the current bucket would pad it to more than ``2 * L + _FREE_PADDING`` positions.
 
     Args:
         lengths: History lengths, descending.

@@ -214,7 +214,7 @@ class HSTU(HistoryModel):
     def _new_tokens(self, rows: JaggedTensor, cached_B: Tensor, num_starts: int) -> Tensor:
         """Return the input vectors for tokens that are not cached, sample by sample, [n, D].
 
-        These are the start token, if a sample has no cached tokens, and the new items.
+        A sample has a token per new item. If no tokens of the sample are cached, the start token comes first.
 
         Args:
             rows: B bags with table rows for the new items.
@@ -275,9 +275,9 @@ def _tail_values(bags: JaggedTensor, nums_B: Tensor) -> Tensor:
 
 
 def _with_capacity(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
-    """Return a tensor with a single sample's cached keys and values, and room for new tokens.
+    """Return a tensor with the cached keys and values of a single sample, and with room for new tokens.
 
-    This is ``rows`` itself if the capacity suffices, otherwise a larger copy.
+    Return ``rows`` itself if the capacity suffices, otherwise a larger copy.
 
     Args:
         rows: Cached keys and values, [L, capacity, S].

@@ -14,8 +14,8 @@ class ItemFrequency(nn.Module):
     """Module that estimates the share of samples with an item, from the intervals between occurrences.
 
     If an item occurs in every n-th sample on average, the share is 1 / n. The average is the mean over the
-    first ``1 / rate`` batches with the item, and a moving mean afterwards, so it follows changing data. An
-    item without occurrences so far gets the share that it would have if it were in the next sample.
+    first ``1 / rate`` batches with the item, and a moving mean afterwards, so it follows changing data. If an
+    item has not occurred in the S samples so far, the share is 1 / (S + 1), as if it were in the next sample.
 
     Args:
         num_items: Items I; IDs are in [0, I).
@@ -45,7 +45,9 @@ class ItemFrequency(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids_B: Tensor) -> Tensor:
-        """Return the logarithm of the share per item, float32 [B]. In training mode, count the items first.
+        """Return the logarithm of every item's share of samples, float32 [B].
+
+        In training mode, update the shares with this batch first.
 
         Args:
             ids_B: Item IDs in the batch.

@@ -110,10 +110,10 @@ class PLE(Mixture):
 
 
 class _Extraction(nn.Module):
-    """Layer of `PLE`: experts and gates.
+    """Layer of `PLE`, with shared experts, experts per task, and gates that mix their outputs.
 
-    Input and output are lists with T task vectors and the shared vector. The last layer has no shared vector
-    in the output.
+    The input is a list with T task vectors, [B, in_features] each, and then the shared vector. The output is
+    such a list with vectors [B, H]. The last layer's output does not include the shared vector.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class _Extraction(nn.Module):
         super().__init__()
 
         def experts(num: int) -> nn.ModuleList:
+            """Create ``num`` experts, which are MLPs."""
             return nn.ModuleList(MLP(in_features, layer_sizes) for _ in range(num))
 
         self.shared = experts(num_shared)

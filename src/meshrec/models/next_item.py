@@ -75,7 +75,7 @@ class SampledSoftmax:
 
 
 class ItemChunk(NamedTuple):
-    """Consecutive catalog items, as the functions here read the catalog."""
+    """Consecutive items of the catalog. Functions read the catalog chunk by chunk, to limit memory."""
 
     ids_C: Tensor
     """Item IDs, ascending, int64."""
@@ -95,12 +95,13 @@ class Negatives(NamedTuple):
 class NegativeSampler(nn.Module):
     """Module that draws the negative items for every training step.
 
-    Draws depend only on the initial random seed, the step number and, for in_batch, the targets on all ranks.
-    So all ranks draw the same items, and training does not depend on the rank count.
+    Draws depend only on the initial random seed, the step number and, if negatives are drawn "in_batch" (from
+    the targets in the step), the targets on all ranks. So all ranks draw the same items, and training does
+    not depend on the rank count.
 
     Args:
         catalogue_I: All item IDs, ascending, int64.
-        counts_I: How many training targets are this item, per item; required unless draws are uniform.
+        counts_I: Number of training targets per item. It may be None only if draws are uniform.
         softmax: How negatives are drawn, and how many.
         device: Device for the sampled IDs.
 
@@ -138,9 +139,13 @@ class NegativeSampler(nn.Module):
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def uniform(self, counters_N: Tensor) -> Tensor:
-        """Return a pseudo-random value in [0, 1) per counter, float64 [N].
+        """Return a pseudo-random value in [0, 1) for every counter, float64 [N].
 
-        The value is a hash that depends on the counter, the step and the seed.
+        The value is a hash of the counter, the step number and the seed, so equal counters give equal values
+        within a step.
+
+        Args:
+            counters_N: Any integers, such as 0 to N - 1.
         """
         hashed = mix(mix(counters_N.long(), self._seed) + self.num_steps, self._seed)
         return (hashed & ((1 << _SHARE_BITS) - 1)).double() * 2.0**-_SHARE_BITS
@@ -148,10 +153,11 @@ class NegativeSampler(nn.Module):
     def forward(self, targets_T: Tensor) -> Negatives:
         """Draw the negatives for a training step, and advance the step number.
 
-        Collective with in_batch, after the trainer has called ``samples.join``.
+        If negatives are drawn "in_batch", the call is collective after the trainer has called
+        ``samples.join``.
 
         Args:
-            targets_T: Target IDs on this rank; only in_batch reads them.
+            targets_T: Target IDs on this rank, from which "in_batch" draws. Other draws ignore them.
         """
         num_draws, num_items = self._softmax.num_negatives, len(self.catalogue_I)
         device = targets_T.device
@@ -212,9 +218,10 @@ class NewUsers(NamedTuple):
 
 
 class HistoryItems(NamedTuple):
-    """Scores for the items in a target's history, for the training loss; see [Note: repeated items].
+    """Scores for the items in the histories of T targets, for the training loss.
 
-    The loss compares a target with all items in the history, and with sampled items outside the history.
+    The loss compares a target with all items in the history, and with sampled items outside the history. See
+    [Note: repeated items] in models/repeats.py.
     """
 
     target_factors_T: Tensor
@@ -285,8 +292,8 @@ def evaluate_targets(
 ) -> Tensor:
     """Rank every sample's target among all items that the user has not seen.
 
-    An item with the target's score is a tie. A tie adds 0.5 to the rank, so a model with equal scores for all
-    items gets the middle rank and not the best.
+    An item with the same score as the target is a tie. A tie adds 0.5 to the rank, so a model that scores all
+    items equally gets the middle rank and not the best rank.
 
     Args:
         query_BD: Queries, converted by ``similarity.convert_queries``.
@@ -400,15 +407,19 @@ def last_ids(items: JaggedTensor) -> Tensor:
 
 
 class _SampleBlock(NamedTuple):
-    """Consecutive samples that are scored at a time, with sample indices relative to the first of them.
+    """Block of consecutive samples in a batch. All samples in a block are scored together.
+
+    Sample indices in a block start at 0.
 
     Attributes:
-        rows: The samples' rows in the batch.
-        query_BD: Their queries.
-        sample_B: Their indices in the block: 0, 1, ...
-        seen: Pairs of sample index and item ID that get the score -inf.
-        new_users: Samples without a history, and the item scores for them.
-        repeated: How history items are scored, if differently.
+        rows: Indices of the block's samples in the batch.
+        query_BD: Queries of the block's samples.
+        sample_B: Indices of the samples in the block: 0, 1, ...
+        seen: Sample indices and item IDs of the pairs with the score -inf, in which the user has seen the
+            item. None: no pair gets this score.
+        new_users: Samples without a history, and the item scores for them. None: all samples are scored by
+            queries.
+        repeated: How items in the samples' histories are scored. None: like all other items.
     """
 
     rows: slice
@@ -434,9 +445,10 @@ class _SampleBlock(NamedTuple):
 def _sample_blocks(
     query_BD: Tensor, seen: JaggedTensor | None, new_users: NewUsers | None, repeated: RepeatedItems | None
 ) -> list[_SampleBlock]:
-    """Divide a batch into blocks: of `_CPU_BLOCK` samples on a CPU, else a single block.
+    """Divide a batch into blocks of samples.
 
-    See `top_items` for the arguments.
+    On a CPU, a block has `_CPU_BLOCK` samples, except the last block, which may have fewer. On other devices,
+    the whole batch is a single block. The arguments are those of `top_items`.
     """
     num_samples, device = len(query_BD), query_BD.device
     size = _CPU_BLOCK if device.type == "cpu" else max(num_samples, 1)
@@ -471,7 +483,7 @@ def _sample_blocks(
 
 
 def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
-    """Return item scores in which items in a sample's history are scored by `RepeatedItems`, [B, C].
+    """Return item scores [B, C], in which items in a sample's history have the scores from `RepeatedItems`.
 
     Args:
         scores_BC: Score for every sample and every item in a chunk, by similarity.

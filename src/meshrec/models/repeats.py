@@ -71,8 +71,8 @@ class RepeatedItems(NamedTuple):
     Attributes:
         sample_N: Sample index per pair, int64.
         ids_N: Item ID per pair, int64. A sample has an item at most once.
-        additions_N: ``w @ f + o`` per pair.
-        factor: ``g * t``, a scalar.
+        additions_N: Term added to the similarity per pair, ``w @ f + o``.
+        factor: Factor for the similarity, ``g * t``, a scalar.
     """
 
     sample_N: Tensor
@@ -82,10 +82,14 @@ class RepeatedItems(NamedTuple):
 
 
 class RepeatScores(nn.Module):
-    """Trained weights ``g`` and ``w``, and selected values ``o`` and ``t``; see [Note: repeated items].
+    """Parameters of the scores for items that are in a user's history; see [Note: repeated items].
+
+    Parameter ``weight`` has the trained values: ``g``, the factor for the similarity, and ``w`` divided by
+    `_WEIGHT_SCALE`, the weights for an item's counts and age in the history. Buffer ``chosen`` has two
+    values selected on validation data: ``o``, an offset, and ``t``, another factor for the similarity.
 
     Args:
-        num_items: items that are ranked.
+        num_items: number of items that are ranked.
         max_length: maximum history length, in items.
         device: device for the weights.
     """
@@ -105,7 +109,9 @@ class RepeatScores(nn.Module):
         self.register_buffer("chosen", torch.tensor([0.0, 1.0], device=device))
 
     def choose(self, quality: Callable[[], float]) -> None:
-        """Select the best ``o``, then the best ``t``, by hill climbing from the current values in ``chosen``.
+        """Select the best ``o``, then the best ``t``, and store both in ``chosen``.
+
+        The search is hill climbing from the current values over the values in `_CANDIDATES`.
 
         Args:
             quality: function that evaluates the model with the current ``chosen``; higher is better.
@@ -128,9 +134,9 @@ class RepeatScores(nn.Module):
 
 
 def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> PrefixItems:
-    """Find the distinct items in every history prefix, and score each by its count and age in the prefix.
+    """Find the distinct items in every history prefix, and score every item by count and age in the prefix.
 
-    The score is ``w @ f`` in [Note: repeated items].
+    The score is ``w @ f`` in [Note: repeated items]. An item's age is the number of later items.
 
     Args:
         weight_F: ``RepeatScores.weight``, float32 [7].
@@ -166,7 +172,7 @@ def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> P
 
 
 def repeated_items(weight_F: Tensor, chosen: Tensor, history: JaggedTensor) -> RepeatedItems:
-    """Return how the items in whole histories are scored.
+    """Return how the items in whole histories are scored, with the values in `RepeatScores`.
 
     Args:
         weight_F: ``RepeatScores.weight``, float32 [7].

@@ -234,7 +234,9 @@ def in_batch_losses(
     log_q_I: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return the loss per query, [B], as in `in_batch_softmax`, but with more items than queries.
+    """Return the softmax loss per query, [B]. There may be more items than queries.
+
+    Otherwise, the loss is that of `in_batch_softmax`, before the mean over queries.
 
     Args:
         query_BV: Query vectors.
@@ -270,9 +272,9 @@ class TwoTowerTrain(nn.Module):
         two_tower: Model with an ``embedding_bag_collection``, which returns `TowerVectors`.
         item_feature: Feature with the item ID, a single ID per sample.
         temperature: Number by which dot products are divided.
-        log_q: Logarithm of the share of samples with an item, for the correction. "estimated": estimated by
-            `ItemFrequency`. A tensor [items]: known values. None: no correction, for negatives that are not
-            drawn by popularity.
+        log_q: Logarithm of the share of samples with an item, for the correction. "estimated": the shares are
+            estimated by `ItemFrequency`. A tensor [items]: known logarithms, by item ID. None: no correction,
+            for batches in which popular items are not more frequent than others.
 
     Raises:
         ValueError: No table reads the item feature, or ``log_q`` is invalid.
@@ -313,7 +315,7 @@ class TwoTowerTrain(nn.Module):
         return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
 
     def _log_q(self, ids_B: Tensor) -> Tensor | None:
-        """Return the logarithm of the share per item, [B]; None without a correction.
+        """Return the logarithm of every item's share of samples, [B]; None without a correction.
 
         Args:
             ids_B: Item IDs in the batch.

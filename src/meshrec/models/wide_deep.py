@@ -23,7 +23,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class _ShrinkGradient(torch.autograd.Function):
-    """Autograd function: the identity, with a backward that adds the gradient of an L2 penalty.
+    """Autograd function that returns its input, and adds the gradient of an L2 penalty in the backward pass.
 
     The penalty is ``strengths * values ** 2 / 2``. The batch loss is a mean over samples, so the additional
     gradient is divided by the batch size.
@@ -31,7 +31,7 @@ class _ShrinkGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, strengths: Tensor) -> Tensor:
-        """Return ``values``.
+        """Return ``values`` unchanged, and keep the arguments for the backward pass.
 
         Args:
             ctx: Autograd context.
