@@ -86,6 +86,7 @@ def parse(
 
 
 def _read(text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
+    """Parse the columns in ``types`` with Arrow's CSV reader. Empty fields are null, except strings."""
     convert = pa_csv.ConvertOptions(
         column_types=types, include_columns=list(types), strings_can_be_null=False, null_values=[""]
     )

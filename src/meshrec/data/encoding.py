@@ -68,7 +68,7 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Which arrays the samples have, and their widths."""
+        """Layout of the samples from `encode`."""
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
@@ -84,7 +84,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
-        """Return the label names if there are several labels, otherwise an empty tuple."""
+        """Return the label names. With a single label, return an empty tuple."""
 
     @property
     def dense_names(self) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ def plain_table(table: "pa.Table") -> "pa.Table":
 
 
 def _plain_array(array: Any) -> Any:
+    """Convert an Arrow array with `plain`."""
     kind, target = array.type, plain_type(array.type)
     if kind == target:
         return array

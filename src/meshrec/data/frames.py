@@ -146,6 +146,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
     """
 
     def read(types: Mapping[str, Any]) -> Any:
+        """Read the whole file as an Arrow table; types of columns that ``types`` lacks are inferred."""
         with opened(path) as source:
             codec = codec_of(path)
             text = source if codec is None else pa.CompressedInputStream(source, codec)
@@ -215,6 +216,7 @@ def _check_header(path: File, names: list[str]) -> None:
 
 
 def _matches(combine: Callable[[Any], Any], texts: Any, pattern: str) -> bool:
+    """Return whether all strings (``combine=pc.all``) or any string (``pc.any``) match a pattern."""
     return bool(combine(pc.match_substring_regex(texts, pattern)).as_py())
 
 

@@ -310,7 +310,7 @@ class _UserItemNumbers:
             folder: temporary folder, renamed to the stage folder afterwards.
 
         Returns:
-            Additional manifest fields: none.
+            Additional manifest fields, of which this stage has none.
         """
         columns = self.log.columns
         num_parts = len(self.parts.parts)
@@ -543,8 +543,8 @@ class _Sorter:
             folder: temporary folder, renamed to the stage folder afterwards.
 
         Returns:
-            Manifest fields: ``num_rows``, the sorted rows, and ``num_unknown``, the rows omitted because
-            their item is not in the vocabulary.
+            Additional manifest fields. ``num_rows`` is the number of sorted rows, and ``num_unknown`` is the
+            number of rows omitted because their item is not in the vocabulary.
         """
         parts, threads = self.numbered.parts, num_threads()
         counts_U = self.numbered.counts(USER)
@@ -629,7 +629,7 @@ class _Sorter:
             scratch: folder for temporary files.
 
         Returns:
-            The number of rows written: those whose item is in the vocabulary.
+            The number of rows written, without rows whose item is not in the vocabulary.
         """
         parts = range(len(self.numbered.parts.parts))
         progress = Progress("dividing the log by users", self.numbered.parts.num_rows)

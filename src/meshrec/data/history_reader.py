@@ -35,8 +35,8 @@ class HistoryReader(IndexedSamples, Reader):
         targets: function mapping sample numbers [n] to the samples' targets.
         num_samples: sample count.
         history: maximum history length, in items.
-        has_window_targets: True: a sample has a target for every history item, the item after it. False: a
-            sample has one target.
+        has_window_targets: True: the targets of a sample are the item after every history item. False: the
+            only target is the item after the history.
         has_seen: whether ``seen`` has all earlier items (True) or is empty (False). None: samples have no
             such feature.
         has_side_features: whether samples have the user feature, and target item features.
@@ -108,7 +108,7 @@ class HistoryReader(IndexedSamples, Reader):
 
 
 def _side_features(log: Interactions, users: Ints, indices: Ints) -> dict[str, Ragged]:
-    """Return the user feature, and the additional item features, of n interactions.
+    """Return the IDs of n interactions for the user feature and the additional item features.
 
     Args:
         log: interactions.

@@ -139,6 +139,7 @@ def opened(file: File) -> Any:
 
 
 def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
+    """Return the files that a local path of a file, folder or pattern stands for."""
     path = Path(location)
     if path.is_dir():
         return [*_match_first_pattern(_files_in(path), lambda file: file.name, patterns)]
@@ -146,7 +147,7 @@ def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the paths in a folder, sorted by name, with the files of ``NAME=VALUE`` subfolders."""
+    """Return the paths in a folder, sorted by name. The files in a ``NAME=VALUE`` subfolder replace it."""
     files: list[Path] = []
     for path in sorted(folder.iterdir()):
         files += _files_in(path) if "=" in path.name and path.is_dir() else [path]

@@ -50,8 +50,8 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
             function must clear ``valid`` where ``good`` is false, or raise an error.
 
     Returns:
-        The valid rows with an additional column "row": the row number in ``log``. If there is a time format,
-        times as text are parsed to timestamps.
+        The valid rows with an additional column "row", which has the row number in ``log``. If there is a
+        time format, times as text are parsed to timestamps.
 
     Raises:
         DataError: a column is missing, or a string is not a time.
@@ -99,7 +99,8 @@ def counted_rows(log: LogTable, faults: Faults) -> LogTable:
         faults: raises or skips when a row lacks a user, item or time.
 
     Returns:
-        The log with only these rows, and an additional column "row": the row number in the original table.
+        The log with only these rows, and with an additional column "row", which has the row number in the
+        original table.
 
     Raises:
         DataError: a column is missing, a row lacks a value, or no row remains.
@@ -151,7 +152,7 @@ def fit_log(log: LogTable, *, users: bool) -> Features:
 
 
 class LoggedUsers(NamedTuple):
-    """Interactions of a log, which have user numbers, and the user value in the data for every number."""
+    """Interactions of a log, and the user column value that every user number stands for."""
 
     log: Interactions
     values: Any

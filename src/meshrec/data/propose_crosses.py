@@ -57,7 +57,8 @@ def with_useful_crosses(
         label: binary label.
         choices: role and features of every column.
         time: column with a row's time; None: the split is random.
-        order: sampled rows' time order; None: the split is random, or the sample is small.
+        order: time order of the sampled rows, to omit crosses that drift with time. None: the split is
+            random, or the sample is small.
 
     Returns:
         The choices, where some numeric columns have buckets as a second feature, followed by a choice for
@@ -148,7 +149,8 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
         max_pairs: maximum pairs.
 
     Returns:
-        First column, second column and log loss share saved, per pair, largest share first.
+        A tuple per pair with the names of both columns, and the share of the log loss that the cross saves.
+        The pair with the largest share is first.
     """
     # Every column alone, compared with a constant.
     single_gains = {name: gain([], column, labels).share for name, column in codes.items()}

@@ -205,7 +205,7 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
 
 
 class Shape(NamedTuple):
-    """Which arrays `Samples` have, and their widths."""
+    """Layout of `Samples`: which optional arrays they have, and the widths of the arrays."""
 
     num_dense: int
     """Dense values per sample."""

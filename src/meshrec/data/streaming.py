@@ -26,7 +26,7 @@ class Source(ABC):
     keys: tuple[str, ...]
     """ID feature names."""
     shape: Shape
-    """Which arrays the samples have, and their widths."""
+    """Layout of the samples."""
     blocks: Sequence[tuple[str, int]]
     """File name and row count per block, file by file."""
 
@@ -186,6 +186,7 @@ class StreamReader(Reader):
                 yield to_batch(self._source.keys, self._source.shape, pieces)
 
     def _block_order(self, epoch: int) -> Ints:
+        """Return all block numbers in the order of an epoch, int64."""
         num_blocks = len(self._source.block_sizes)
         if not self._shuffle:
             return np.arange(num_blocks, dtype=np.int64)

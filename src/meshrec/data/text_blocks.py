@@ -47,7 +47,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
         size: approximate bytes per block.
 
     Returns:
-        The blocks in order: a single block for a gzipped file, none for an empty file.
+        The blocks in order. A gzipped file has a single block, and an empty file has none.
     """
     blocks, byte, line = [], 0, 0
     try:
@@ -102,6 +102,7 @@ def _count_lines(text: bytes) -> int:
 
 
 def _open(file: Path, start: int) -> IO[bytes]:
+    """Open a file for reading from byte ``start`` on. A gzipped file is decompressed, from the first byte."""
     if _is_gzip(file):
         # The only block starts at 0, see `find_blocks`.
         return gzip.open(file, "rb")  # type: ignore[return-value]

@@ -149,8 +149,8 @@ def click_columns(*columns: Tensor, weights: Tensor | None) -> Tensor:
         weights: sample weights [n]; None: 1.
 
     Returns:
-        The k columns for the m remaining samples, and the weights divided by the largest weight: float64
-        [k + 1, m].
+        The k columns for the m remaining samples, and the weights divided by the largest weight, as a float64
+        tensor [k + 1, m].
 
     Raises:
         ValueError: sizes differ, or a label or weight is not allowed.

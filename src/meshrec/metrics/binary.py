@@ -66,7 +66,7 @@ def metrics_from_sums(sums: BinarySums) -> dict[str, float]:
     """Compute metrics from sums over all samples.
 
     Returns:
-        Metrics by name; empty without samples, and all NaN if a logit was NaN:
+        Metrics by name; empty without samples, and all NaN if a logit was NaN.
 
         - ``loss``: the log loss.
         - ``accuracy``: the share of samples whose probability is on the same side of 0.5 as their label.

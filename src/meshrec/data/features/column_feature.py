@@ -46,8 +46,8 @@ def wrong_kind(
         feature: the feature.
         allowed: kinds that the feature can read.
         kinds: kind by column name.
-        part: time part or time format, for a feature that reads times. It also accepts times as text, which
-            are checked when they are parsed. None: other features.
+        part: time part or time format of a feature that reads times. Such a feature also accepts times as
+            text, which are checked when they are parsed. None: other features.
     """
     kind = kinds[feature.source]
     if part is not None and kind == "text" and feature.found in (None, "text", "time"):

@@ -41,7 +41,8 @@ _KINDS = {
 class FitState(NamedTuple):
     """Statistics of some training rows, from which features are fitted.
 
-    Merging the states of all data parts gives exactly the state of the whole data, in any order.
+    If the data is divided into parts, merging the states of all parts, in any order, gives exactly the state
+    of the whole data.
     """
 
     num_rows: int
@@ -83,8 +84,8 @@ class Features(Encoding):
             ``Batch.sparse``, in this order.
         joins: other tables, whose columns are added to the data before features are read.
         weight: column with the weight of a sample in the loss; None: all samples have equal weights.
-        num_labels: label count, also if ``labels`` is empty for data without labels. 0: the length of
-            ``labels``.
+        num_labels: labels per sample. It differs from the length of ``labels`` only for data without labels,
+            whose samples have as many NaN labels. 0: the length of ``labels``.
 
     Raises:
         ValueError: a duplicate name, a table name with a dot, or no ID feature.
@@ -166,7 +167,7 @@ class Features(Encoding):
 
     @property
     def shape(self) -> Shape:
-        """Which arrays samples have. Data without labels has NaN for every label."""
+        """Layout of the samples from `encode`. For data without labels, samples have NaN for every label."""
         return Shape(
             len(self.numbers),
             len(self.ids),
@@ -188,7 +189,7 @@ class Features(Encoding):
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """Return the label names, without a query, if there are several; otherwise an empty tuple."""
+        """Return the names of all labels except a query; an empty tuple if there is at most one name."""
         names = tuple(label.column for label in self.labels if label.kind != "query")
         return names if len(names) > 1 else ()
 
@@ -446,9 +447,9 @@ class Features(Encoding):
         return replace(self, features=tuple(features))
 
     def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
-        """Return the counts by table name: vocabularies with the same table are counted together.
+        """Return the value counts by table name. Counts of vocabularies that share a table are added up.
 
-        So a value has the same row for all features that share a table.
+        These features get the same vocabulary, so a value has the same row for all of them.
         """
         merged_counts: dict[str, Counts] = {}
         for name, counts in state.counts.items():

@@ -53,7 +53,7 @@ class Join:
         return [self._table().schema.field(name) for name in self.columns]
 
     def joined(self, table: pa.Table) -> pa.Table:
-        """Return a table of the data with the added columns.
+        """Return a data table with the columns of the other table appended.
 
         Raises:
             DataError: a key in the data cannot be converted to the kind of keys in the other table.

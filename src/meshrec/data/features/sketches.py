@@ -38,7 +38,7 @@ class RowSample(NamedTuple):
 
     @staticmethod
     def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Sample the rows of a data part.
+        """Sample the rows of a table, which may be a part of the data.
 
         Args:
             table: n data rows.
@@ -48,7 +48,7 @@ class RowSample(NamedTuple):
         return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
 
     def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the sample of the rows in both data parts."""
+        """Return the sample of all rows from which both samples were taken."""
         table = pa.concat_tables([self.table, other.table], promote_options="permissive")
         return _smallest(table, np.concatenate([self.hashes, other.hashes]), limit)
 
@@ -62,10 +62,10 @@ def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
 
 
 class Distinct(NamedTuple):
-    """Estimate of the distinct value count, from the smallest hashes of values.
+    """Sketch that estimates the number of distinct values from the smallest hashes of the values.
 
-    Exact for fewer values than the limit. See Bar-Yossef et al.: "Counting distinct elements in a data
-    stream" (2002).
+    The estimate is exact if there are fewer values than the limit. See Bar-Yossef et al.: "Counting distinct
+    elements in a data stream" (2002).
     """
 
     hashes: UInt64s
@@ -78,7 +78,7 @@ class Distinct(NamedTuple):
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
-        """Return the sketch of the values in both sketches."""
+        """Return the sketch of all values from which both sketches were made."""
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
