@@ -41,10 +41,11 @@ class ShardRanks:
 
         Args:
             table: table number.
-            values: for every rectangle of the table on this rank, a partial value per touched row, [U].
+            values: for every rectangle (row and column range) of the table on this rank, partial values for
+                U rows, [U]. Ranks with columns in these rows must pass the same rows in the same order.
 
         Returns:
-            For every rectangle, the sums over all columns of the table, [U].
+            For every rectangle on this rank, the sums over all table columns, [U].
         """
         peers = ColumnPeers(self._routing, self._axis, [table])
         return [row_sums[:, 0] for row_sums in peers.sum_columns([value[:, None] for value in values])]
@@ -63,8 +64,9 @@ def create_admissions(
         local: this rank's copies of the data-parallel tables.
 
     Returns:
-        An object for the split tables and an object for the data-parallel tables. Either is None without
-        hashed tables.
+        The object for the split tables, then the object for the data-parallel tables. An object is None if
+        none of its tables is hashed. With ``env.devices``, the first is always None, because tables over
+        several devices of a process are for inference only.
     """
     # Split tables first, then data-parallel tables, as ``replicated`` indexes the pair.
     pair: list[AdmissionEviction | None] = []

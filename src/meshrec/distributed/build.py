@@ -62,6 +62,7 @@ class SourceTable(NamedTuple):
     config: BaseEmbeddingConfig
     weight: nn.Parameter
     storage: RowStorage
+    """Row format, such as fp16 or int8, and row location, such as memory or a file."""
     spec: OptimizerSpec | None
     """Fused optimizer attached to ``weight``; None if there is none."""
     state: dict[str, Any]
@@ -125,8 +126,8 @@ class Contents:
     """A sharded module's weights and optimizer state on this rank, already filled."""
 
     split: list[LocalShards]
-    """Shards of the tables that are split over ranks. Usually a list with this rank's shards. With
-    ``env.devices``, a process has the shards of all ranks, and the list has an entry per rank.
+    """Shards of the tables that are split over ranks. Usually the list has a single entry, this rank's
+    shards. With ``env.devices``, a process has the shards of all ranks, and the list has an entry per rank.
     """
     local: LocalShards
     """This rank's copies of the data-parallel tables."""
@@ -148,7 +149,7 @@ class ModuleParts(Blueprint):
     feature, or feature@table if several tables read the feature.
     """
     dims: list[int]
-    """Output columns for every use."""
+    """Number of output columns for every use."""
     fused: dict[int, FusedTable]
     """Tables with a fused optimizer, by table number."""
 
@@ -166,9 +167,10 @@ class ModuleParts(Blueprint):
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """Return the functions with which ``fused_optimizer.step()`` updates the tables.
+        """Return the update function and the gradient signal for ``fused_optimizer.step()``.
 
-        Return None if the backward pass updates all tables.
+        The signal is a parameter whose gradient tells all ranks whether there is a finite gradient to apply;
+        see `GradientSignal`. Return None if the backward pass updates all tables.
         """
         collected = self.tables.collected
         return None if collected is None else Deferred(self.tables.step, collected.signal)
@@ -349,9 +351,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
 def _kernels(
     routing: Routing, rules: Sequence[UpdateRule | None], storages: Sequence[RowStorage]
 ) -> dict[str, EmbeddingComputeKernel]:
-    """Return the compute kernel in use, by table name.
+    """Return the compute kernel which every table actually uses, by table name.
 
-    The kernel depends on the optimizer and the storage, not on the kernel in the plan.
+    The kernel depends only on the table's optimizer and storage. The plan may name another kernel.
     """
     kernels = {}
     for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
@@ -394,7 +396,10 @@ def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, tra
 
 
 def _full_states(module: TableModule, slots: Sequence[StateSlot]) -> dict[str, Tensor]:
-    """Return the optimizer state of the whole table, as split tensors by slot name."""
+    """Return the whole table's optimizer state, as tensors by slot name, such as "momentum".
+
+    If the table is split over ranks, the tensors are `SplitTensor` objects.
+    """
     return {slot.name: module.full_state(slot) for slot in slots}
 
 
@@ -407,8 +412,9 @@ def compile_routing(
 ) -> Routing:
     """Compile a verified plan into routes and lookups; see `compile_plan`.
 
-    If a table's optimizer or eviction policy needs sums over whole rows, its rectangles are cut at common
-    rows.
+    A table with a fused optimizer may need sums over whole rows, for the optimizer or the eviction policy.
+    Rectangles (row and column ranges) of such a table are cut into parts, so that any two parts have either
+    the same rows or disjoint rows.
 
     Args:
         tables: tables in the unsharded module.
@@ -461,11 +467,11 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_external_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raise ValueError if a trained table can store its gradient nowhere.
+    """Raise ValueError if a trained table has no memory in which to store its gradient.
 
-    Hashed and cached tables have rows outside their parameter, and the parameter is empty. Autograd cannot
-    store a gradient in it. Such tables need a fused optimizer, which updates rows in the backward pass or can
-    collect gradients elsewhere.
+    Hashed and cached tables have their rows outside the parameter. The parameter is empty, so autograd
+    cannot store a gradient in it. Such a table needs a fused optimizer that updates rows in the backward
+    pass. An optimizer with ``update="on_step"`` is allowed only if the storage has gradient buffers.
     """
     for source, rule in zip(sources, rules, strict=True):
         if source.storage.rows_in_parameter or not source.weight.requires_grad:
@@ -536,10 +542,10 @@ def _allocate(
 def _initial_blocks(
     rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int, keys: Span
 ) -> Iterator[RowBlock]:
-    """Yield blocks with initial rows in a rectangle's interval, and with their optimizer state.
+    """Yield blocks with the initial rows for an interval of keys, cut to a rectangle's columns.
 
-    Rows are copied from the unsharded module. If its weights are on the ``meta`` device, rows are drawn at
-    random.
+    Rows, and optimizer state if there is any, are copied from the unsharded module. If its weights are on the
+    ``meta`` device, rows are drawn at random, and blocks contain no optimizer state.
 
     Args:
         rectangle: rectangle to fill.

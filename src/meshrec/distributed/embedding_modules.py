@@ -112,20 +112,29 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
     # The names of the next three properties are TorchRec's. They only describe the module when printed.
     @property
     def _input_dists(self) -> list[PrintedStage]:
+        """Table shards, on all ranks, to which the ID exchange sends IDs."""
         return printed_stages("ids to their shards", self.plan)
 
     @property
     def _lookups(self) -> list[PrintedStage]:
+        """Table shards on this rank, in which it looks up rows."""
         return printed_stages("lookup of rows", self.plan, self.built.env.shard.rank)
 
     @property
     def _output_dists(self) -> list[PrintedStage]:
+        """Table shards, on all ranks, from which the output exchange returns embeddings."""
         return printed_stages("embeddings to their samples", self.plan)
 
-    # Waits for the embeddings of a batch that was looked up in ``tables``, and returns them in the module's
-    # output type.
     @abstractmethod
-    def _to_output(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings: ...
+    def _to_output(self, tables: ShardedTables, batch: LookupBatch, link: Tensor) -> Embeddings:
+        """Wait for a batch's embeddings, and return them in the module's output type.
+
+        Args:
+            tables: tables in which the batch was looked up.
+            batch: the batch.
+            link: result of ``tables.look_up``.
+        """
+        ...
 
     @property
     def num_clamped_ids(self) -> int:

@@ -36,7 +36,7 @@ CAPACITY = 1 << 16
 
 
 class _Residuals(NamedTuple):
-    """Residuals for all bags in a wire column."""
+    """Residuals for all bags in a wire column, the part of a message row that belongs to one lookup."""
 
     bags: Tensor
     """Bag names, int64 [K], ascending."""
@@ -47,7 +47,7 @@ class _Residuals(NamedTuple):
 
 
 class _ColumnRows(NamedTuple):
-    """The bag for every row in a wire column of a message."""
+    """For a wire column in a message, the bag to which every row belongs."""
 
     column: tuple[int, int]
     """(block number, column number)."""
@@ -58,7 +58,7 @@ class _ColumnRows(NamedTuple):
 
 
 class ErrorFeedback:
-    """Stores the residuals of a module on the rank which sends the gradients.
+    """Stores a module's residuals, the rounding errors per bag, on the rank which sends the gradients.
 
     For every message, call ``add_residuals``, encode and decode the result, and call ``store_errors``.
     """
@@ -80,7 +80,7 @@ class ErrorFeedback:
         Args:
             values: gradient rows, fp32, flat, block by block.
             blocks: row count and columns of every block.
-            names: returns the bag name for every row in a column.
+            names: function from (block number, use) to the bag name for every row; see `Names`.
         """
         self._messages += 1
         self._rows, self._blocks = [], blocks
@@ -122,7 +122,8 @@ class ErrorFeedback:
     def state(self) -> dict[str, Tensor]:
         """Return all residuals for a checkpoint, as tensors named "block.column.field".
 
-        The field ``seen`` is relative to the last message: 0 for its bags, negative for earlier bags.
+        The field ``seen`` counts messages from the last message: it is 0 for bags in the last message, and
+        negative for bags which occurred only in earlier messages.
         """
         return {
             f"{block}.{column}.{field}": tensor
@@ -164,9 +165,9 @@ class ErrorFeedback:
         values[first[is_seen]] += previous.residuals[positions[is_seen]]
 
     def _merge(self, rows: _ColumnRows, sums: Tensor) -> None:
-        """Replace the residuals for the bags in ``rows`` by ``sums`` [U, D], and keep those for other bags.
+        """Store ``sums`` [U, D] as the residuals for the bags in ``rows``. Other bags keep their residuals.
 
-        If there are more than ``CAPACITY`` bags, drop the bags not seen for longest.
+        If there are more than ``CAPACITY`` bags, drop the least recently seen bags.
         """
         seen = torch.full_like(rows.bags, self._messages)
         previous = self._residuals.get(rows.column)

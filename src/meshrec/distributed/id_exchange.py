@@ -28,14 +28,15 @@ _TRIALS = 3
 
 
 class SortedIdExchange:
-    """Sends IDs to the nodes which have their rows.
+    """Sends IDs to the nodes which have the rows for these IDs.
 
     IDs are sent in runs. A run contains the distinct IDs in a band, ascending, where a band is a row interval
     of a table.
 
     Args:
         node: the ranks with this rank's local rank, one per node.
-        num_bands: for every node, the number of bands there, which is also the number of runs sent there.
+        num_bands: for every node, the number of bands which its rank in ``node`` has. A message to that rank
+            contains a run per band.
         wide: whether IDs need 64 bits.
 
     Attributes:
@@ -71,9 +72,11 @@ class SortedIdExchange:
         coded = Splits(byte_counts, received_bytes)
 
         def send_plain() -> Tensor:
+            """Exchange the IDs without packing, and return the received IDs."""
             return all_to_all(ids, plain, self._node, "ids between nodes").wait()
 
         def send_packed() -> Tensor:
+            """Exchange the packed IDs, and return the received IDs, unpacked."""
             message = all_to_all(packed, coded, self._node, "ids between nodes").wait()
             arrived = [n for lengths in counts for n in lengths]
             unpacked: Tensor = operators.unpack_sorted_ids(message, arrived, self._wide)
@@ -93,7 +96,7 @@ class SortedIdExchange:
         return send_packed() if self.packs else send_plain(), counts
 
     def _pack(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-        """Pack the runs into a message, and return it with the number of bytes for every node."""
+        """Return the packed runs, uint8, node by node, and the number of bytes for every node."""
         runs = [n for lengths in sent for n in lengths]
         packed, sizes = operators.pack_ids(ids, runs)
         # Byte position of every run in the message. Messages are cut between the runs of different nodes.
@@ -112,8 +115,8 @@ class SortedIdExchange:
             device: device for the exchange.
 
         Returns:
-            Number of IDs in every run to receive, by node, and the bytes in the packed message from every
-            node.
+            Number of IDs in every run to receive, by node, and the number of bytes in the packed message from
+            every node. The second list is empty if IDs are not packed.
         """
         # One more number per node: the bytes in its packed message.
         extra = len(byte_counts) > 0
@@ -133,7 +136,12 @@ class SortedIdExchange:
 
 
 def is_faster(plain: float, packed: float) -> bool:
-    """Return whether the ``packed`` time beats the ``plain`` time, both in ms."""
+    """Return whether sending packed IDs takes less time than sending plain IDs.
+
+    Args:
+        plain: time for plain IDs, in ms.
+        packed: time for packed IDs, in ms.
+    """
     return packed < plain
 
 

@@ -286,7 +286,14 @@ class InputDist:
         return source, weights_with_grad, arguments
 
     def _world_rows(self, header: Tensor) -> Tensor:
-        """Return the size message for all ranks. Ranks in other replica groups get only the status."""
+        """Return the size message, flat int64, with a header for every rank in the world.
+
+        Headers for ranks in other replica groups contain only the status; their sizes are 0.
+
+        Args:
+            header: headers for the ranks in this replica group, and a last header for the data-parallel
+                tables, which is not sent.
+        """
         rows = header.new_zeros(self._env.world.size, header.shape[1])
         # The status is the same in all headers.
         rows[:, _STATUS] = header[0, _STATUS]

@@ -44,15 +44,15 @@ def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
 
 
 def look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
-    """Look up rows on the devices of all ranks except the first, and copy them to the first rank's device.
+    """Look up rows on the devices of all other ranks, and append them to the first rank's rows.
 
     Args:
         rows: rows already looked up for the first rank.
-        played: tables of every rank, in rank order.
-        ids: IDs to look up on every rank.
+        played: for every rank for which this process acts, its tables, in rank order.
+        ids: IDs to look up for every rank.
 
     Returns:
-        Rows from all ranks, flat, in rank order.
+        Rows from all ranks, flat, in rank order, on the first rank's device.
     """
     gathered_rows = [rows.view(-1)]
     for part, rank_ids in zip(played[1:], ids[1:], strict=True):

@@ -44,18 +44,20 @@ class FetchedRows:
 
 
 class LookupTables:
-    """The rectangles on this rank which a single kernel call looks up, and their gradients.
+    """Looks up IDs in rectangles (row and column ranges of tables) on this rank, in a single kernel call.
 
-    A module has two such objects: for the tables split over ranks, and for the data-parallel tables.
+    The object also computes gradients. A module has an object for the tables split over ranks, and an object
+    for the data-parallel tables, which every rank has completely.
 
     Args:
         routing: the compiled plan.
-        work: routes and lookups on this rank.
+        work: routes and lookups on this rank. A route is a group of IDs which the rank receives together. A
+            lookup looks up a route's IDs in a rectangle.
         shards: memory with the rows of the rectangles.
         sequence: whether the result has a row per ID instead of a pooled row per bag.
         out_dtype: output dtype.
-        routes: if ``work`` has only some of the routes in a message, their positions in the message. None:
-            ``work`` has all routes.
+        routes: message positions for the routes in ``work``, if ``work`` has only some of the message's
+            routes. None: ``work`` has all routes.
     """
 
     def __init__(
@@ -120,7 +122,13 @@ class LookupTables:
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
-        """Return an object with the lookups in all tables except ``tables``. The result is cached."""
+        """Return a LookupTables object for all tables except ``tables``.
+
+        The result is cached, so a later call returns the same object.
+
+        Args:
+            tables: table numbers to leave out.
+        """
         # The table set depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
             routes = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
@@ -142,9 +150,10 @@ class LookupTables:
         return self._parts[tables]
 
     def resolve(self, ids: LookupIds, *, train: bool) -> LookupIds:
-        """Replace keys by slots in tables with an index; return the IDs unchanged without such tables.
+        """Replace keys by slots in tables with an index. If no table has an index, return the IDs unchanged.
 
-        A slot is the position of a row in memory. Resolving may start to read rows from a file.
+        An index maps a key (a row number or hash) to a slot, the row's position in memory. Resolving
+        keys may start to read rows from a file.
 
         Args:
             ids: IDs to look up.
@@ -161,8 +170,8 @@ class LookupTables:
         """Return the number of output values for every route, int64 [..., K], with K routes.
 
         Args:
-            bags: bags in every route, int64 [..., K].
-            num_ids: IDs in every route, int64 [..., K].
+            bags: number of bags in every route, int64 [..., K].
+            num_ids: number of IDs in every route, int64 [..., K].
         """
         return (num_ids if self.sequence else bags) * self._route_widths
 
@@ -208,7 +217,10 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """Return the arguments of the lookup kernel for these IDs. The kernel calls rectangles tables."""
+        """Return the lookup kernel's arguments for these IDs.
+
+        In the names of kernel arguments, "table" means a rectangle on this rank, not a whole table.
+        """
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
@@ -241,7 +253,7 @@ class LookupTables:
         return grad.view(-1, self._dim)
 
     def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
-        """Return the gradient for all tables, in the form from which updates are computed.
+        """Return the gradient for all tables, as looked-up IDs with their output gradients.
 
         Args:
             grad: output gradient of any shape.
@@ -283,7 +295,11 @@ class LookupTables:
 
 
 def _pooling(routing: Routing, use: int, sequence: bool) -> int:
-    """Return the kernel's pooling mode for a use: SUM, MEAN, or NONE for sequence output."""
+    """Return the kernel's pooling mode for a use (a feature looked up in a table).
+
+    The mode is NONE for sequence output, and MEAN for a MEAN table. It is SUM for all other tables, and also
+    for a MEAN table split by rows, whose sums are divided later.
+    """
     table = routing.uses[use].table
     if sequence:
         return NONE

@@ -74,7 +74,9 @@ class PackedIds(NamedTuple):
     words: Tensor
     """All messages, one after the other, int32."""
     header: Tensor
-    """A row per message, int64 [n, 4] on the CPU: status bits, int32 words, IDs, bags per route."""
+    """A row per message, int64 [n, 4] on the CPU: status bits, number of int32 words, number of IDs, number
+    of bags per route. The last is -1 if routes have different numbers of bags.
+    """
     elements: tuple[int, ...] = ()
     """Number of embedding values requested by each message, [n]; empty if rows are pooled."""
 
@@ -100,8 +102,8 @@ class LookupIds(NamedTuple):
     elements: tuple[int, ...] = ()
     """Number of output values for each block; empty if rows are pooled."""
     pins: Sequence[object] = ()
-    """Objects which keep the slots in ``values`` from being reused while they live, see
-    ``tables.index.Resolved``.
+    """Objects which reserve the slots in ``values``. While a pin exists and is not released, its slots are
+    not given to other rows; see ``tables.index.Resolved``.
     """
 
 
@@ -118,15 +120,17 @@ class Fetch(NamedTuple):
     owned: LookupIds
     """IDs which the nodes request from this rank, node by node."""
     counts: list[list[int]]
-    """Number of IDs in ``owned`` by requesting node and band on this rank, [M, B]."""
+    """``counts[node][band]`` is the number of IDs in ``owned`` which a node requests in a band of this
+    rank.
+    """
 
 
 class LookupBatch:
     """The state of a batch, from routing its IDs to updating the tables.
 
     Every stage sets fields that later stages read. The autograd graph keeps the batch alive until the
-    backward pass. The batch must not contain lookup results: they keep the graph alive, and such a cycle
-    would never be freed.
+    backward pass. The batch must not contain lookup results, because lookup results keep the graph alive:
+    graph and batch would then be a cycle that is never freed.
     """
 
     # The last completed stage, set by `ShardedTables`.
@@ -189,4 +193,6 @@ class LookupBatch:
     fetched: Sequence[Tensor]
     """The fetched rows for ``fetch.distinct``."""
     foreign_writes: Sequence[int]
-    """For every fused table, the number of in-place writes not made by updates, before the lookup."""
+    """For every fused table, the number of in-place writes to the weights before the lookup, not counting
+    updates.
+    """

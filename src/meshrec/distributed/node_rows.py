@@ -7,10 +7,11 @@ exchange:
 
 - ``"sums"`` (``output_dist.py``): the ranks which have rows pool bags, ranks on the same node add their
   partial sums, and the network carries a row per bag and node.
-- ``"rows"`` (this file): on every node, the rank with local rank i stands for the ranks with local rank i on
-  all nodes. The other ranks on its node send it the IDs of which those ranks have the rows. It removes
-  duplicates, fetches every distinct row once, and pools the bags for its node. Gradients take the reverse
-  path: they are summed by row inside the node, and cross the network once per row.
+- ``"rows"`` (this file): on every node, the rank with local rank i stands in for all ranks with local rank i.
+  The ranks on the node send it every ID whose row is on such a rank of any node. The rank with local rank i
+  removes duplicates, fetches every distinct row once from the rank which has the row, and pools the bags for
+  its node. Gradients take the reverse path: they are summed by row inside the node, and cross the network
+  once per row.
 
 ``"rows"`` sends less if the ranks on a node look up the same IDs, as for popular IDs and small tables. Inside
 a node, rows and gradients are fp32; only messages between nodes are encoded.
@@ -59,7 +60,9 @@ class _Owner(NamedTuple):
     """
 
     work: RankWork
-    """The owner's rectangles, with a route per band, and a lookup per band and rectangle."""
+    """The owner's rectangles (row and column ranges). There is a route per band, which is a group of IDs to
+    look up, and a lookup per band and rectangle.
+    """
     bands: list[int]
     """Numbers of these bands, counted over the owners on all nodes."""
     columns: list[tuple[Columns, Columns]]
@@ -69,7 +72,8 @@ class _Owner(NamedTuple):
 def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEnv]:
     """Return the routing and the ranks for the exchange inside a node, with ``across_nodes="rows"``.
 
-    In this routing, local rank i has the rectangles of all ranks with local rank i. See [Note: two levels].
+    In this routing, local rank i has the rectangles (row and column ranges of tables) of the ranks with local
+    rank i on all nodes. See [Note: two levels].
 
     Args:
         routing: the plan, compiled for all ranks.
@@ -104,9 +108,9 @@ class NodeRows:
         routing: the plan, compiled for all ranks.
         inside: routing inside the node, from `inside_node`.
         env: the ranks.
-        shards: memory with this rank's rectangles.
+        shards: memory with this rank's rectangles (row and column ranges of tables).
         wires: encodings for embeddings and gradients in messages between nodes, by table number.
-        clock: returns the table update count so far, which seeds stochastic rounding.
+        clock: function which returns the table update count so far. The count seeds stochastic rounding.
 
     Attributes:
         fetched: rows fetched for the batch that is looked up now.
@@ -158,7 +162,7 @@ class NodeRows:
 
     @property
     def _local_owner(self) -> _Owner:
-        """The owner which is this rank."""
+        """The entry in ``_owners`` for this rank."""
         return self._owners[self._node.rank]
 
     def request_rows(self, ids: LookupIds, *, train: bool) -> Fetch:
@@ -194,8 +198,9 @@ class NodeRows:
         return Fetch(ids._replace(values=slots), distinct, owned, counts)
 
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
-        """Look up rows for all nodes, send them, and return the rows which this rank has requested.
-        Collective.
+        """Look up the rows which all nodes have requested from this rank, and send them. Collective.
+
+        Returns the rows which this rank has requested from other ranks.
 
         Args:
             fetch: result of ``request_rows``.
@@ -283,14 +288,17 @@ class NodeRows:
         )
 
     def _blocks(self, fetch: Fetch, direction: int) -> tuple[list[list[Block]], list[list[Block]]]:
-        """Return the number of rows and the columns in all parts (blocks) of this rank's messages.
+        """Return the layout of this rank's messages to and from all nodes.
+
+        A block is a message part. Its rows belong to the same lookup, so they have the same columns.
 
         Args:
             fetch: result of ``request_rows``.
             direction: FORWARD for embeddings, BACKWARD for gradients.
 
         Returns:
-            Two lists with the blocks for every node: rows which this rank owns, and rows which it fetches.
+            The blocks with rows which this rank owns, and the blocks with rows which it fetches. Both are
+            lists with a list of blocks per node.
         """
         # Gradients of different ranks are rounded with different random numbers, rows by their IDs.
         keys = [first_key(self._rank) if direction == BACKWARD else 0] * len(self._owners)
@@ -311,7 +319,10 @@ class NodeRows:
         return owned, fetched
 
     def _rectangle_indices(self) -> list[int]:
-        """Return, for every fetched block, the number of its rectangle in the routing inside the node."""
+        """Return a rectangle number for every block of fetched rows, in the order of the blocks.
+
+        Rectangles are numbered as in the routing inside the node.
+        """
         return [
             first + x.rectangle
             for first, owner in zip(self._first_rectangle, self._owners, strict=False)
@@ -341,7 +352,7 @@ def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
 def _owner(
     routing: Routing, rank: int, band_index: dict[tuple[int, int, int], int], codecs: Codecs
 ) -> _Owner:
-    """Return the bands which a rank owns.
+    """Return an `_Owner` with the bands (row intervals of tables) which a rank owns.
 
     Args:
         routing: the plan, compiled for all ranks.

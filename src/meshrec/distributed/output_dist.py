@@ -61,9 +61,9 @@ class Hop:
     axis: Axis
     codecs: "Codecs"
     columns: list[Columns]
-    """Columns in a row received from each source rank."""
+    """Layout (column widths, formats and seeds) for a row received from each source rank."""
     grad_columns: list[Columns]
-    """Columns in a gradient row sent back to each source rank."""
+    """Layout of a gradient row sent back to each source rank."""
     dims: list[int]
     """Number of columns in a row from each source rank."""
     units: list[int]
@@ -71,13 +71,15 @@ class Hop:
     grad_units: list[int]
     """Elements in an encoded gradient row to each source rank."""
     pieces: Tensor
-    """Which source columns are added to which result columns, int64 [P, 6]; see `Piece`."""
+    """Which source columns are copied or added to which result columns, int64 [P, 6]; see `Piece`."""
     out_dim: int
     """Number of columns in a result row."""
     num_kinds: int
     """Number of different gradient messages: 1 if all ranks get the same message, else the axis size."""
     grad_pieces: Tensor
-    """Like ``pieces``, for gradients. Only for the first rank if all ranks get the same message."""
+    """Pieces by which ``scatter`` splits a gradient, formatted like ``pieces``. If all ranks get the same
+    message, only the pieces for the first rank.
+    """
     local_dim: int
     """Number of result columns from data-parallel tables, which do not travel."""
     encodes: bool
@@ -102,9 +104,9 @@ class Hop:
 
         Args:
             axis: ranks which exchange rows.
-            sources: for every source rank, the spans of result columns to which its row belongs.
-            local: spans from data-parallel tables, which are not sent.
-            out_dim: columns in a result row.
+            sources: for every source rank, the spans (result column ranges) which a row from it fills.
+            local: spans which rows from data-parallel tables fill. These rows are not sent.
+            out_dim: number of columns in a result row.
             codecs: encodings for embeddings and gradients.
             parts: the table parts from which the spans come. None: spans are sums over whole tables.
         """
@@ -143,8 +145,8 @@ class Hop:
         Args:
             rows: rows for all ranks, rank by rank, flat or [total rows, columns], in the encoding's
                 ``kernel_dtype``.
-            rows_sent: rows to each rank.
-            num_rows: rows to receive from each rank.
+            rows_sent: number of rows to send to each rank.
+            num_rows: number of rows to receive from each rank.
             name: collective name in errors.
 
         Returns:
@@ -165,9 +167,9 @@ class Hop:
         Args:
             in_flight: result of ``send``.
             local: columns from data-parallel tables, [rows, local_dim]; None if there are none.
-            rows: result row count.
-            bags: bags whose lengths divide the sums from MEAN tables that are split by rows. None: this hop
-                does not divide.
+            rows: number of result rows.
+            bags: this rank's bags. If a MEAN table is split by rows, its parts send sums, which are divided
+                here by the bag lengths. None: this hop does not divide.
 
         Returns:
             Result rows, [rows, out_dim].
@@ -194,8 +196,8 @@ class Hop:
             scale: factor for the gradient.
 
         Returns:
-            The messages, flat (a single message if it is the same for all ranks), and the gradient for the
-            columns from data-parallel tables, [rows, local_dim].
+            The messages, flat, and the gradient for the columns from data-parallel tables, [rows, local_dim].
+            If all ranks get the same message, the first result contains it only once.
         """
         sent, local = operators.scatter_pooled(
             grad,
@@ -224,7 +226,7 @@ class Hop:
             rows_sent: as for ``send``.
             num_rows: as for ``send``.
             name: collective name in errors.
-            names: returns bag names for error feedback; None: no feedback.
+            names: function which returns bag names for error feedback; see `Names`. None: no feedback.
 
         Returns:
             The running collective, for ``gradient``.
@@ -403,6 +405,7 @@ class PooledOutput:
         names: dict[int, Tensor] = {}
 
         def names_of(_: int, use: int) -> Tensor:
+            """Return the bag names for a use. They do not depend on the block number, the first argument."""
             if use not in names:
                 names[use] = bag_names(source, use)
             return names[use]
@@ -479,11 +482,11 @@ def return_weight_grads(
 def _piece_tensor(
     sources: Sequence[Sequence[Span]], local: Sequence[Span], order: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """Return the pieces for source rows and for local columns, int64 [P, 6], as kernels read them.
+    """Return the pieces (column copies and additions) that assemble a result row, int64 [P, 6]; see `Piece`.
 
     Args:
-        sources: spans of result columns for every source rank.
-        local: spans of result columns from data-parallel tables. They become the last source.
+        sources: for every source rank, the spans (result column ranges) which its row fills.
+        local: spans which the row from data-parallel tables fills. This row becomes the last source.
         order: see `pieces_of`.
     """
     unsent = [span._replace(source=len(sources)) for span in local]
@@ -491,7 +494,10 @@ def _piece_tensor(
 
 
 def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return the op arguments which describe bags: offsets, segments, key count, and key for every use."""
+    """Return the op arguments which describe bags: offsets, segments, key count, and key for every use.
+
+    For None, return empty arguments, with which ops do not divide by bag lengths.
+    """
     if source is None:
         return None, None, 0, []
     return source.offsets, source.segments, source.num_keys, source.keys

@@ -33,7 +33,8 @@ from meshrec.tables.updates import TableGradient
 class ReplicaSizes(NamedTuple):
     """Sizes of the messages with IDs which each of P replicas has looked up.
 
-    A replica has n messages, one from each rank that sent it IDs, and a message has Q routes.
+    A replica has n messages, one from each rank that sent it IDs. A message has Q routes. A route is a group
+    of IDs for the same table, feature and row interval.
     """
 
     headers: Tensor
@@ -98,8 +99,8 @@ class Replicas:
     def _tables_to_sum(self, sizes: ReplicaSizes) -> frozenset[int]:
         """Return the table numbers for which an all-reduce sends fewer bytes than an all-gather.
 
-        The result is equal on all replicas. Tables with an index are excluded, because replicas may have a
-        row in different slots.
+        The result is equal on all replicas. It never contains tables with an index, because replicas may
+        store the same row in different slots (memory positions).
         """
         work, num_ranks = self._tables.work, self._axis.size
         # Words that a replica sends per route in the all-gather: bag lengths, IDs, and gradients.
@@ -270,7 +271,12 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return the bytes which a rank sends to all-reduce dense gradients of the given (rows, columns)."""
+    """Return the number of bytes which a rank sends to all-reduce dense gradients.
+
+    Args:
+        shapes: (rows, columns) of every gradient.
+        num_ranks: number of ranks.
+    """
     # A ring all-reduce of fp32 values sends 2 (n - 1) / n of the elements. The additional column marks
     # touched rows.
     elements = sum(rows * (dim + 1) for rows, dim in shapes)

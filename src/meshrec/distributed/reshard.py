@@ -276,10 +276,13 @@ def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
 def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     """Select the transfers which also carry values per row, such as row-wise optimizer state.
 
-    Values per row are equal in all column shards of a row, and some must not arrive twice, such as counts of
-    IDs waiting for admission. Therefore every row of a target rectangle must be in exactly one selected
-    transfer. For any column, the sources which have that column together have every row once. The function
-    selects, for every target, a column for which the fewest rows move between ranks.
+    If a row's columns are in several rectangles, each of them stores the same values per row. Some of these
+    values must not arrive twice, such as counts of IDs waiting for admission. Therefore every row in a target
+    rectangle must be in exactly one selected transfer.
+
+    The transfers which contain a given table column have this property: together they contain every row of
+    the target once. For every target, the function selects the transfers with a common column. It chooses the
+    column for which the fewest rows move to another rank.
     """
     for _, group in groupby(transfers, attrgetter("target")):
         of_target = list(group)
@@ -369,9 +372,9 @@ class _TableTransport:
                         yield _header(m, t, transfer.target, block), block
 
     def _outgoing_keys(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
-        """Yield blocks without rows, which tell other ranks the keys their hashed tables will get.
+        """Yield blocks with keys only, without rows. The keys tell a rank which rows its hashed tables get.
 
-        Keys for this rank itself are stored while iterating.
+        Keys for tables on this rank itself are stored in ``self._keys`` while iterating.
         """
         for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
             for t, table in enumerate(old.routing.tables):

@@ -14,9 +14,9 @@ each rank has one rectangle, one route and one lookup, and ID 70 takes the route
    joined. If an optimizer needs sums over whole rows, rectangles are cut at common rows.
 2. ``rank_work`` derives, for every rank, a route for every use and row interval on the rank, and a lookup for
    every rectangle with exactly these rows.
-3. ``Routing.router`` numbers all ranks' routes. For every interval between two row cuts in a use, it
-   lists the routes taking the interval's IDs. The kernel ``route_ids`` reads it. Data-parallel tables
-   count as an additional rank, whose message is not sent.
+3. ``Routing.router`` numbers all ranks' routes. The ends of a use's routes cut the table's rows into
+   intervals. For every interval, ``router`` lists the routes which get the IDs in this interval. The kernel
+   ``route_ids`` reads it. Data-parallel tables count as an additional rank, whose message is not sent.
 4. ``pieces.py`` maps every rank's lookup columns to result columns, and ``output_dist.py`` builds the
    hops from them.
 
@@ -70,7 +70,11 @@ class RoutedTable(NamedTuple):
         return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
 
     def key_at(self, row: int) -> int:
-        """Return the first key in a row of the plan. In hashed tables, a plan row is a range of keys."""
+        """Return the first key that belongs to a row number in the plan.
+
+        In ordinary tables, this is the row number itself. In hashed tables, a row number in the plan stands
+        for a range of keys.
+        """
         return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
@@ -152,7 +156,7 @@ class Routing:
 
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
-        """Rectangles as ``holders[table][rank]``. Data-parallel tables have none."""
+        """``holders[table][rank]`` lists a table's rectangles on a rank; empty for data-parallel tables."""
         owned: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
@@ -188,10 +192,11 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """Arguments for the op ``route_ids``, from which it finds the routes for an ID.
+        """Arguments from which the op ``route_ids`` finds the routes for an ID.
 
-        The int64 tensors cut_begin, cuts, interval_begin, interval_routes and routes, described in
-        ``ops/dist/naive.py``. Routes for data-parallel tables belong to an additional rank, number R.
+        The list contains the int64 tensors cut_begin, cuts, interval_begin, interval_routes and routes, which
+        are described in ``ops/dist/naive.py``. Routes for data-parallel tables belong to an additional rank,
+        number R.
         """
         # Numbered over all ranks, in rank order.
         routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
@@ -216,9 +221,10 @@ class Routing:
 
     @cached_property
     def route_elements(self) -> tuple[list[int], list[int]]:
-        """Two lists [Q]: the rank to which every route leads, and the number of columns looked up per ID.
+        """Two lists with an entry per route, [Q]: the rank which gets the IDs, and the columns per ID.
 
-        As in ``router``, routes for data-parallel tables belong to an additional rank.
+        The second list has the total number of columns which the rank looks up for an ID on the route. As in
+        ``router``, routes for data-parallel tables belong to an additional rank, number R.
         """
         ranks = [rank for rank, work in enumerate(self._all_work) for _ in work.routes]
         widths = []
@@ -231,7 +237,9 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Numbers of the routes which lead to column 0 of a table, and their use numbers; two int64 tensors.
+        """Two int64 tensors: the routes with a lookup in table column 0, and the use of every such route.
+
+        Routes and uses are given by number.
 
         Together, these routes get every ID of a use exactly once. If the columns of a table are split, other
         routes get the same IDs again.

@@ -44,7 +44,8 @@ class RowArrival:
         """Wait until all rows in a batch's slots are in memory. Collective.
 
         Args:
-            pins: pins on the batch's slots, from resolving its keys; see ``tables.index.Resolved``.
+            pins: objects which reserve the batch's slots (memory positions of rows), as returned when the
+                batch's keys were resolved; see ``tables.index.Resolved``.
 
         Raises:
             RowFileError: rows cannot be read from a file, or evicted rows cannot be written. This and the

@@ -60,7 +60,8 @@ class ColumnPeers:
         depend on which rank has which columns.
 
         Args:
-            partial: for every rectangle on this rank, S partial values for each of U touched rows, [U, S].
+            partial: for every rectangle (row and column range) on this rank, S values per row, [U, S].
+                Ranks with columns in the same rows must pass the same U rows in the same order.
 
         Returns:
             For every rectangle on this rank, the sums [U, S].
@@ -114,7 +115,7 @@ class ColumnPeers:
     def row_stats(
         self, touched: Sequence[TouchedRows], optimizer: int, hyper: Sequence[Hyper]
     ) -> list[Tensor]:
-        """Return sums over whole rows for the op ``tbe_update``, its argument ``row_stats``. Collective.
+        """Compute the argument ``row_stats`` of the op ``tbe_update``, sums over whole rows. Collective.
 
         Args:
             touched: touched rows and their gradients, for every rectangle on this rank.
@@ -156,8 +157,8 @@ def column_peers(
         tables: tables with this rule, by number.
 
     Returns:
-        The table numbers, equal on all ranks, and an object which computes the sums. An empty set and None if
-        no table needs sums.
+        The numbers of the tables which need sums, equal on all ranks, and an object which computes the sums.
+        If no table needs sums, an empty set and None.
     """
     if axis.size == 1 or not formula_of(rule.code).row_sums:
         return frozenset(), None

@@ -152,7 +152,10 @@ class SequenceOutput:
         return message.float()
 
     def _op_arguments(self, batch: LookupBatch) -> tuple[object, ...]:
-        """Return the op arguments which describe the batch's IDs and the routes they have taken."""
+        """Return the arguments shared by the ops ``gather_sequence`` and ``scatter_sequence``.
+
+        They describe the batch's IDs, and the routes on which the IDs were sent.
+        """
         source = batch.source
         return (
             source.values,
@@ -185,15 +188,16 @@ class SequenceOutput:
         return Splits(sent, received)
 
     def _local_counts(self, batch: LookupBatch) -> Tensor:
-        """Return the ID count received from each rank on each of this rank's routes, int64 [R, Q]."""
+        """Return how many IDs this rank has received, by sending rank and by route, int64 [R, Q]."""
         ids = batch.ids[0]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         return starts.diff().view(len(ids.batches), self._directions[0].local_units.numel())
 
     def _local_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Return the row count and columns in every part of the messages with rows which this rank looks up.
+        """Return the layout for messages with rows which this rank looks up for all ranks.
 
-        The order is requesting rank by rank, then lookup by lookup.
+        The result has a block, with row count and columns, for every requesting rank and lookup. Blocks are
+        ordered by requesting rank, then by lookup.
 
         Args:
             batch: the batch.
@@ -203,9 +207,10 @@ class SequenceOutput:
         return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local_lookups]
 
     def _all_blocks(self, batch: LookupBatch, direction: int) -> list[Block]:
-        """Return the row count and columns in every part of the messages with rows looked up for this rank.
+        """Return the layout for messages with rows which all ranks look up for this rank.
 
-        The order is by the rank which looks them up, then lookup by lookup.
+        The result has a block, with row count and columns, for every lookup on any rank. Blocks are ordered
+        by the rank which looks up the rows, then by lookup.
 
         Args:
             batch: the batch.
@@ -227,7 +232,12 @@ class SequenceOutput:
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
-        """Return the ID for every row in the part with index ``block`` of ``_all_blocks``, int64."""
+        """Return the ID for every row in a block, int64.
+
+        Args:
+            block: index into ``_all_blocks``.
+            batch: the batch.
+        """
         use, r0, r1 = self._all_routes[self._all_lookups[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]

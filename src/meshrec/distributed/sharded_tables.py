@@ -57,13 +57,13 @@ from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class GradientSignal:
-    """Parameter by whose gradient all ranks take the same decision on an optimizer step.
+    """Lets all ranks decide alike on an optimizer step, through the gradient of the parameter ``signal``.
 
-    Some tables collect gradients in the backward pass for a later ``step()``. ``signal`` is a parameter in
-    the optimizer's groups. ``signal.grad`` is None if no gradients are collected, that is, before the first
-    backward pass and after ``zero_grad``. Otherwise it is 0, or infinity if some rank has a non-finite
-    gradient. GradScaler and gradient clipping read it, so they decide alike on all ranks, even on ranks
-    without tables.
+    Some tables collect gradients in the backward pass for a later ``step()``. The optimizer's parameter
+    groups contain ``signal``. Before the first backward pass and after ``zero_grad``, no gradients are
+    collected, and ``signal.grad`` is None. Otherwise ``signal.grad`` is 0, or infinity if some rank has a
+    non-finite gradient. GradScaler and gradient clipping read ``signal.grad``, so they decide alike on all
+    ranks, even on ranks without tables.
 
     Args:
         device: device for the parameter.
@@ -100,11 +100,11 @@ class ShardedTables:
         input_dist: sends and receives IDs.
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
         wire: encodings for embeddings and gradients in messages between ranks, by table.
-        admission_evictions: objects which admit and evict rows of hashed tables: for the split tables, and
-            for the data-parallel tables. None without hashed tables.
-        inside: routing and ranks inside a node, if nodes exchange rows instead of sums. ``input_dist`` must
-            use the same. None: nodes exchange sums.
-        may_fail: whether some table on some rank has rows in a file, which reading may fail.
+        admission_evictions: two objects which admit and evict rows of hashed tables, the first for the split
+            tables, the second for the data-parallel tables. An entry is None if no such table is hashed.
+        inside: routing and ranks for the exchange inside a node, if nodes exchange rows instead of sums.
+            ``input_dist`` must use the same routing and ranks. None: nodes exchange sums.
+        may_fail: whether some table on some rank has rows in a file, so that reading rows may fail.
     """
 
     def __init__(
@@ -439,8 +439,8 @@ class ShardedTables:
             local_grad: result of ``send_grad``.
 
         Returns:
-            The gradient for the caller's per-sample weights, or None if no rank needs it, and the gradient
-            for every table parameter, with None for fused tables.
+            The gradient for the caller's per-sample weights, and a list with the gradient for every table
+            parameter. The first is None if no rank needs it. List entries for fused tables are None.
         """
         assert batch.in_flight is not None
         local = None
@@ -534,11 +534,14 @@ class ShardedTables:
             return self._node_rows.return_gradients(batch.fetch, by_row)
 
     def _step(self) -> int:
-        """Return the table update count so far; 0 if no table has a fused optimizer."""
+        """Return the largest update count of any fused table so far; 0 if no table is fused."""
         return max((int(table.state["step"]) for table in self._fused), default=0)
 
     def _store_gradients(self, gradients: Sequence[TableGradient]) -> None:
-        """Store gradients for tables with ``update="on_step"``, and set the signal. Collective."""
+        """Store gradients for tables with ``update="on_step"``, and set the `GradientSignal`. Collective.
+
+        Without such tables, do nothing.
+        """
         if self.collected is None:
             return
         finite = True

@@ -1,4 +1,4 @@
-"""Sharders: each creates the sharded module for an unsharded embedding collection, given a plan."""
+"""Sharders, which create the sharded module for an unsharded embedding collection from a plan."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -49,8 +49,9 @@ class _Sharder:
     def by_path(
         self, tables: Mapping[str, Sequence[str]], model: Mapping[str, Sequence[str]]
     ) -> dict[str, Self]:
-        """Return a copy of this sharder for every module. The options of a copy name only the module's
-        tables.
+        """Return a copy of this sharder for every module to shard, by module path.
+
+        A copy's options name only tables in that module.
 
         Args:
             tables: table names in the modules to shard, by module path.

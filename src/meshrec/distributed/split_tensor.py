@@ -47,7 +47,8 @@ class LocalRectangles(Tensor):
         Args:
             parts: values in every rectangle; not copied.
             rectangles: this rank's rectangles.
-            like: tensor with the dtype and device. A rank without rectangles has no other.
+            like: tensor from which to take the dtype and the device. On a rank without rectangles, ``parts``
+                is empty and cannot show them.
             size: shape of the whole table, [rows, columns], or [rows] for optimizer state with a value per
                 row.
         """
@@ -347,6 +348,7 @@ def _cut_at_common_rows(
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
+        """Return the pieces into which all edges cut a rectangle, in row order."""
         inside = edges[bisect_left(edges, of.r0) : bisect_right(edges, of.r1)]
         return [of._replace(r0=first, r1=last) for first, last in pairwise(inside)]
 
@@ -360,7 +362,7 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """Return the view of a full tensor which a rectangle covers.
+    """Return a full tensor's values inside a rectangle, as a view.
 
     Args:
         whole: the whole table [rows, columns], or state with a value per row [rows].

@@ -92,7 +92,8 @@ class FixedSplit:
         Args:
             module: module with this rank's rectangles.
             parts: tensor for every rectangle.
-            like: tensor with the dtype and device. A rank without rectangles has no other.
+            like: tensor from which to take the dtype and the device. On a rank without rectangles, ``parts``
+                is empty and cannot show them.
             size: shape for the whole table.
             position: function from a table column to a tensor column. They differ in int4 rows, which pack
                 two columns in a byte.
@@ -101,6 +102,7 @@ class FixedSplit:
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
         def in_part(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+            """Return the rectangles with table columns replaced by tensor columns."""
             return [r._replace(c0=position(r.c0), c1=position(r.c1)) for r in rectangles]
 
         local = LocalRectangles(parts, in_part(module.rectangles), like, size)
@@ -111,8 +113,8 @@ class GrowableSplit:
     """Creates the `SplitTensor` objects in the state dict of a hashed table, with its current rows in key
     order.
 
-    See [Note: hashed tables in key order]. ``full_parts`` is collective if the table counts IDs waiting for
-    admission. Loading is always collective.
+    A key is a hash of an ID. See [Note: hashed tables in key order] in ``tables/hashed/table.py``.
+    ``full_parts`` is collective if the table counts IDs waiting for admission. Loading is always collective.
 
     Args:
         table: table number.
@@ -251,6 +253,8 @@ class GrowableSplit:
     ) -> Tensor:
         """Create the split tensor for a row part.
 
+        If every rank has the whole table, return this rank's tensor instead.
+
         Args:
             module: module with this rank's rectangles.
             parts: tensor for every rectangle, in key order.
@@ -266,6 +270,7 @@ class GrowableSplit:
         column = module.storage.part_column
 
         def in_key_order(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+            """Return the rectangles with keys replaced by row positions in key order."""
             return [Rectangle(r.table, *positions(r), *map(column, r.columns)) for r in rectangles]
 
         spans = self._admission_eviction.intervals[self._table]

@@ -47,8 +47,9 @@ class _FixedMarks:
 class _HashedMarks:
     """The marks for a hashed table rectangle, by slot, and the marks of evicted keys.
 
-    The mark is the number of the last update which changed the row. When a slot is given to another key, the
-    same update marks the slot, so an old mark does no harm.
+    The mark is the number of the last update which changed the row. A slot is a row's position in
+    memory. If an update gives a slot to another key, it also marks the slot, so the new key never has the
+    old key's mark.
     """
 
     def __init__(self, table: HashedTable) -> None:
@@ -97,7 +98,7 @@ class _HashedMarks:
         return keys[~is_alive(self.table, keys)]
 
     def _take_evicted(self, now: int) -> None:
-        """Move the keys which the table has listed as evicted to this record, with the mark ``now``."""
+        """Take over the table's list of evicted keys, with the mark ``now``, and clear that list."""
         evicted, self.table.accounting.evicted = self.table.accounting.evicted, []
         for keys in evicted:
             self._evicted = torch.cat([self._evicted, keys])
@@ -108,9 +109,9 @@ class TouchedRows:
     """Records the rows which updates change in a module's tables on this rank, from its construction on.
 
     Args:
-        tables: the module's tables. Only one record at a time can watch them.
-        fused: tables to record, by number; they have fused optimizers.
-        now: returns the number of the current update, which never decreases.
+        tables: the module's tables. A new `TouchedRows` object for them replaces an earlier object.
+        fused: numbers of the tables to record. These tables must have fused optimizers.
+        now: function which returns the number of the current update. The number never decreases.
     """
 
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
@@ -128,8 +129,9 @@ class TouchedRows:
         tables.watch = self._mark
 
     def touched(self, table: int, since: int) -> Iterator[tuple[Table, Tensor]]:
-        """Yield every table rectangle on this rank, with the keys of the rows changed after update
-        ``since``.
+        """Yield a table's rectangles on this rank, with the keys of the rows changed after update ``since``.
+
+        A rectangle is a row and column range of the table. A key is a row number, or in hashed tables a hash.
 
         Args:
             table: table number.
@@ -139,12 +141,14 @@ class TouchedRows:
             yield marks.table, marks.touched(since)
 
     def evicted(self, table: int, since: int, now: int) -> Iterator[tuple[HashedTable, Tensor]]:
-        """Yield every hashed table rectangle on this rank, with the evicted keys which have no row now.
+        """Yield a hashed table's rectangles on this rank, with the evicted keys which have no row now.
+
+        Yields nothing for a table with a fixed number of rows.
 
         Args:
             table: table number.
-            since: number of an update. Only keys evicted later are returned, and earlier evictions are
-                forgotten.
+            since: number of an update. Only keys evicted after this update are returned. Earlier evictions
+                are forgotten, so later calls cannot return them.
             now: number of the last update.
         """
         for marks in self._marks_of(table):
@@ -152,7 +156,7 @@ class TouchedRows:
                 yield marks.table, marks.evicted(since, now)
 
     def _marks_of(self, table: int) -> Iterator[_FixedMarks | _HashedMarks]:
-        """Yield the marks for every table rectangle on this rank."""
+        """Yield the marks for every rectangle of a table on this rank."""
         for part in self._marks:
             yield from (marks for marks in part if marks.table.rectangle.table == table)
 
@@ -192,8 +196,8 @@ def ids_by_key(lookups: tbe.Lookups) -> list[Tensor]:
     """Return the IDs looked up on every route of this rank, from all source ranks.
 
     Args:
-        lookups: arguments of the lookup kernel, which calls routes keys. IDs are ordered by source rank, then
-            by route.
+        lookups: the lookup kernel's arguments, with IDs ordered by source rank, then by route. In the
+            argument names, "key" means a route.
     """
     assert lookups.segments is not None
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()

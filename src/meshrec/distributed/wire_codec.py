@@ -30,7 +30,10 @@ _PAYLOADS = ("embeddings", "gradients")
 
 
 def first_key(rank: int) -> int:
-    """Return the rounding key for the first row which a rank requests. Further rows have the next keys."""
+    """Return the key that seeds stochastic rounding for the first row which a rank requests.
+
+    The rank's further rows have the next keys. Different ranks have different keys.
+    """
     return rank * _RANK_KEYS
 
 
@@ -41,7 +44,7 @@ class Codec:
         routing: the compiled plan.
         wires: wire formats for embeddings and gradients, by table number.
         direction: ``FORWARD`` or ``BACKWARD``.
-        clock: returns the table update count so far, which seeds stochastic rounding.
+        clock: function which returns the table update count so far. The count seeds stochastic rounding.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class Codec:
         return axis.group is not None and axis.size > 1 and not self.encoding.is_cast
 
     def columns(self, spans: Sequence[Span], first_rows: Sequence[int] | None = None) -> Columns:
-        """Return the encoding for the columns of a message row.
+        """Return the layout of a message row: width, format and rounding seed of every column.
 
         Args:
-            spans: result columns of every part of the row.
+            spans: result columns of every part of the row. A part becomes a column of the message.
             first_rows: first table row of every part, if the parts are partial sums. Parts with different
                 first rows draw different random numbers for rounding. None: 0 for all parts.
         """
@@ -112,7 +115,7 @@ class Codec:
             blocks: row count and columns for every block.
             keys: key for every row, which seeds stochastic rounding. None: consecutive keys from every
                 block's ``first_key``.
-            names: returns bag names for error feedback; None: no feedback.
+            names: function which returns bag names for error feedback; see `Names`. None: no feedback.
         """
         # The step is part of the seed, so rounding errors differ from step to step.
         step = self._clock() if self.draws else 0
@@ -138,7 +141,7 @@ class Codec:
 
 
 class _NonFiniteWatch:
-    """Logs a warning if messages contain infinity or NaN, once per wire column.
+    """Logs a warning if messages contain infinity or NaN, at most once per table and feature.
 
     Args:
         content: what messages contain, "embeddings" or "gradients".
