@@ -106,10 +106,11 @@ def checksums_of(descriptor: int, num_bytes: int, name: str) -> tuple[int, ...]:
 
 
 def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
-    """Compute a hash over a file that is as hard to forge as SHA-256, but with several threads.
+    """Compute a hash of a file's content, as hard to forge as a SHA-256 but computed by several threads.
 
-    It is the SHA-256 over the concatenated SHA-256s of the blocks (`BLOCK` bytes each). The file size must be
-    compared as well.
+    Every thread computes the SHA-256s of whole blocks (`BLOCK` bytes; the last block may be shorter). The
+    result is the SHA-256 of these SHA-256s, concatenated in file order. The caller must also compare the file
+    size.
 
     Args:
         descriptor: open file.
@@ -124,6 +125,7 @@ def tree_hash_of(descriptor: int, num_bytes: int, name: str) -> str:
     """
 
     def block_digest(start: int) -> bytes | None:
+        """Return the SHA-256 of the block at byte ``start``; None if the file ends inside the block."""
         # ``pread`` takes a position, so threads can share the descriptor.
         length = min(BLOCK, num_bytes - start)
         block = os.pread(descriptor, length, start)
@@ -276,7 +278,10 @@ def _sha256(descriptor: int) -> str:
 def _map_in_threads(
     function: Callable[[int], _Result], starts: Iterable[int], name: str
 ) -> Iterator[_Result]:
-    """Call a function for every block with several threads, and yield the results in order.
+    """Call a function for every block, with several threads, and yield the results in block order.
+
+    Logs the progress every 5 seconds. If there is a single block or a single processor, uses no threads and
+    logs nothing.
 
     Args:
         function: maps the position of a block's first byte to a result.

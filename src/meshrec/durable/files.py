@@ -79,7 +79,11 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise FileExistsError if the path exists and is not a regular file, or is a link like /dev/stdout."""
+    """Raise FileExistsError if replacing the path would do harm.
+
+    This holds if the path leads to a folder, device, pipe or socket. It also holds for a link into ``/proc``
+    or ``/dev``, such as ``/dev/stdout``. The check passes if the path does not exist.
+    """
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:  # the path does not exist, or is a dangling link
@@ -163,14 +167,14 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def name_full_disk(error: OSError, paths: Iterable[Path | str]) -> None:
-    """Add to a disk-full error the name of a folder on the full disk, for the message.
+    """Name a folder on the full disk in a disk-full error, so that the error message shows the folder.
 
-    Other errors, and errors with a file name, stay unchanged.
+    Does nothing if the error has another cause, or already names a file.
 
     Args:
-        error: error raised by a write. Its ``filename`` is set.
-        paths: files and folders on the disks in question. The error gets the folder on the disk with the
-            least free space.
+        error: error raised by a write. Its ``filename`` is set in place.
+        paths: files and folders on the disks which may be full. ``filename`` becomes the existing folder on
+            the disk with the least free space.
     """
     # A file name from the failed call is better than a guess.
     if error.errno not in FULL or error.filename is not None:

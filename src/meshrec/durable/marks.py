@@ -31,7 +31,10 @@ _LOCK_RETRY_SECONDS = 0.01
 
 
 class Mark(NamedTuple):
-    """The mark file in a folder created by MeshRec; see [Note: what MeshRec deletes]."""
+    """A mark: a file ``.meshrec-ID`` as a proof that MeshRec created the folder and may delete it.
+
+    The object only names the mark; the file need not exist or be valid. See [Note: what MeshRec deletes].
+    """
 
     folder: Path
     id: str
@@ -97,14 +100,18 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
 
 
 def marks(folder: Path, kind: str, *, moved: bool = False, held: str | None = None) -> list[Mark]:
-    """Return the marks in a folder that are valid and not locked. With any, this user may delete the folder.
+    """Return the marks in a folder that are valid and not locked.
+
+    A folder with at least one such mark may be deleted by this user. If the list is empty, the folder may be
+    in use, or belong to the user.
 
     Args:
-        folder: the folder. A link to a folder has no marks.
-        kind: use of the folder. Marks for another use are not valid.
-        moved: whether to accept a folder that was moved or restored from a backup, and file systems without
-            locks. The caller must then hold another lock on the folder.
-        held: ID of a mark that the caller holds. It is skipped, because trying its lock takes 30 ms.
+        folder: the folder. The result for a link to a folder is empty.
+        kind: required use of the folder, such as "checkpoint". A mark for another use is not valid.
+        moved: whether to accept a folder moved or restored from a backup, and a file system without locks.
+            The caller must then hold another lock on the folder.
+        held: ID of a mark locked by the caller. This mark is not returned, and no time is lost with attempts
+            to lock it (30 ms).
     """
     if folder.is_symlink():
         return []
@@ -130,7 +137,8 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
 
     Args:
         candidate: expected folder, ID and kind.
-        moved: whether it is enough if either the path or the inodes in the mark fit.
+        moved: False: the path and the inodes recorded in the mark must both match the folder. True: one of
+            the two is enough, and the file system need not support locks.
     """
     try:
         # NFS grants an exclusive lock only on a file opened for writing.
@@ -160,11 +168,11 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
 
 
 def _is_free(descriptor: int, *, without_locks: bool) -> bool:
-    """Try to lock a mark file exclusively, and return whether this worked.
+    """Try to lock a mark file exclusively, and return whether this worked. Closing the file ends the lock.
 
     Args:
         descriptor: open mark file.
-        without_locks: result for a file system without locks.
+        without_locks: value to return if the file system does not support locks.
     """
     # Another process may be checking the same mark, so try again after a moment.
     for _ in range(_LOCK_ATTEMPTS):

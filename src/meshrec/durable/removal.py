@@ -113,9 +113,11 @@ class Created(NamedTuple):
 
 
 def remove_named(folder: Path, names: Iterable[str]) -> None:
-    """Delete some files in or below a folder. The caller must have a proof for each that MeshRec wrote it.
+    """Delete some files in or below a folder.
 
-    Skips missing files, folders, and names leading through a link or out of the folder.
+    The caller must have a proof for every file that MeshRec wrote it; see [Note: what MeshRec deletes]. A
+    name is skipped if the file is missing, if it is the name of a folder, or if it leads through a link or
+    out of ``folder``.
 
     Args:
         folder: the folder.

@@ -36,9 +36,10 @@ _owned: dict[Path, _OwnedScratch] = {}
 def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = None) -> Path:
     """Create a private folder ``KIND-TOKEN`` (mode 0700), and remove such folders left by killed processes.
 
-    A process killed by SIGKILL cannot clean up. Therefore the folder contains a mark (see ``marks.py``),
-    locked until this process and all processes forked from it have ended. Folders in ``parent`` without a
-    valid mark, or with another kind, are not removed.
+    A process killed by SIGKILL cannot clean up. Therefore the folder contains a mark, a file as a proof that
+    MeshRec created the folder (see ``marks.py``). The mark stays locked until this process and
+    all processes forked from it have ended. A folder with an unlocked mark was left behind, so the next call
+    with the same kind and parent removes it. Folders without a valid mark, and folders of another kind, stay.
 
     Args:
         kind: prefix of the folder name.

@@ -93,7 +93,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
 
 
 def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
-    """Check that a JSON value is a string, or one of some allowed strings, and return it.
+    """Check that a JSON value is a string, and if ``allowed`` is given, an allowed string. Return the string.
 
     Args:
         value: value to check.
@@ -110,7 +110,7 @@ def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
 
 
 def items(value: Any, name: str, length: int | None = None) -> list[Any]:
-    """Check that a JSON value is a list, with a given length if any, and return it.
+    """Check that a JSON value is a list, with the given length unless ``length`` is None. Return the list.
 
     Args:
         value: value to check.

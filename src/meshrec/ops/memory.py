@@ -112,7 +112,10 @@ _frozen = {"by_program": False}
 
 
 def _is_frozen_by_program() -> bool:
-    """Return whether the program froze objects itself. A yes is kept, because counting takes up to 80 ms."""
+    """Return whether the program itself has called ``gc.freeze``.
+
+    After True, all later calls return True without counting frozen objects, which takes up to 80 ms.
+    """
     _frozen["by_program"] = _frozen["by_program"] or gc.get_freeze_count() > 0
     return _frozen["by_program"]
 
@@ -122,8 +125,11 @@ def frozen_objects() -> Iterator[None]:
     """Exclude the existing Python objects from garbage collection until the with block ends.
 
     Importing torch creates a million objects. A full collection visits all of them, which stalls a training
-    step or a request for 100 ms. Objects that the program had frozen before stay frozen afterwards, and then
-    only MeshRec's own command freezes more: unfreezing cannot tell them apart.
+    step or a request for 100 ms.
+
+    If the program has frozen objects before, they stay frozen after the block. ``gc.unfreeze`` cannot
+    unfreeze only some objects, so in this case the block freezes nothing more. MeshRec's own command is an
+    exception: in it, the block freezes the other objects too, and all stay frozen.
     """
     is_first = not _is_frozen_by_program()
     if is_first or is_command():

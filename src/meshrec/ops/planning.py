@@ -23,9 +23,10 @@ MAX_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """The constant part of an annealing problem: costs per candidate and piece, allowed candidates.
+    """The constant part of an annealing problem: allowed candidates, and costs per candidate and piece.
 
-    The kernel reads the fields in this order. `meshrec.planner.problem.Problem` documents those without text.
+    A candidate is a way to split a table. A piece is a shard in such a split. The kernel reads the fields in
+    this order. `meshrec.planner.problem.Problem` documents the fields without a description here.
     """
 
     type_T: Ints
@@ -57,7 +58,7 @@ class AnnealProblem(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A sharding plan as arrays: the candidate of each table, and all shards, table by table."""
+    """A sharding plan as arrays: how each table is split (its candidate), and all shards, table by table."""
 
     candidate_T: Ints
     start_T: Ints
@@ -75,7 +76,8 @@ class Annealed(NamedTuple):
     Attributes:
         assignment: best plan seen.
         seconds: predicted step time of the plan, without latencies.
-        work: number of rank loads that the kernel computed.
+        work: how many times the kernel computed the load of a rank. Measures the effort independently of the
+            machine.
     """
 
     assignment: Assignment
@@ -110,7 +112,7 @@ def anneal(
         num_ranks: number of ranks.
         node_size: ranks per node.
         memory_cap: bytes per rank.
-        max_work: limit for the number of rank loads to compute, see `Annealed`.
+        max_work: limit for ``Annealed.work``, the number of times the load of a rank is computed.
         seconds: time limit.
         start_temperature: initial temperature, relative to the mean load per rank.
         end_temperature: final temperature, relative to the mean load per rank.

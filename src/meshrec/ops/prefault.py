@@ -45,7 +45,7 @@ class GrowingRegion:
         return self._populated / self.row_bytes
 
     def mark_populated(self, num_rows: int) -> None:
-        """Note that writes to the first ``num_rows`` rows have populated the pages under these rows."""
+        """Record that writes to the first ``num_rows`` rows have populated the pages that hold them."""
         missing = max(0.0, num_rows * self.row_bytes - self._populated)
         # Whole pages, rounded up.
         self._populated += -int(-missing // HUGE_PAGE) * HUGE_PAGE

@@ -7,8 +7,7 @@ loss divided by a constant of the data, so it rises by the same fraction.)
 
 1. Measure every table alone, quantized to 4 bits, and then to 2 bits, or to 8 bits if 4 bits alone exceed the
    budget.
-2. Predict the rise with several quantized tables from their summed per-sample changes. Repeatedly make
-the
+2. Predict the rise with several quantized tables from their summed per-sample changes. Repeatedly make the
    type change that saves the most bytes per rise, while the prediction stays within the budget.
 3. Measure all selected types together. While the rise exceeds the budget, give the table with the largest
    predicted rise the next larger type, and measure again.
@@ -40,7 +39,7 @@ _STEPS = 17
 
 
 class Rise(NamedTuple):
-    """Relative log loss increase; 0.001 is 0.1 %."""
+    """Relative log loss increase of a quantized model over the original model; 0.001 is 0.1 %."""
 
     mean: float
     """Mean over the validation samples."""
@@ -53,9 +52,10 @@ class Choice(NamedTuple):
 
     Attributes:
         types: selected data type by table name.
-        num_bytes: row bytes by table name and data type.
-        rises: rise with only this table in this data type, by table name and data type, where measured.
-        rise: measured rise with all selected types together.
+        num_bytes: bytes that all rows of a table take, by table name and data type.
+        rises: rise if only this table is quantized, by table name and data type. Every table has two measured
+            types: INT4, and either INT2 or INT8.
+        rise: measured rise with all selected types together; 0 if all tables stay in FP32.
         budget: greatest rise allowed.
         num_evaluations: how many times ``losses`` was called.
     """
@@ -98,7 +98,10 @@ def choose_precision(
 
 
 class _Search:
-    """A running search, for ``choose_precision``, which describes the arguments."""
+    """The state of a search by ``choose_precision``. The arguments are documented there.
+
+    A "change" in this class is a tensor with the loss change per validation sample, fp64 [N].
+    """
 
     def __init__(
         self, model: nn.Module, losses: Callable[[nn.Module], Tensor], budget: float, rounding: Rounding
@@ -167,10 +170,13 @@ class _Search:
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
     def _changes_of(self, name: str) -> dict[DataType, Tensor]:
-        """Measure the per-sample loss changes with a single quantized table, in two data types.
+        """Measure the per-sample loss changes if only this table is quantized, for two data types.
+
+        The first type is INT4. The second type is INT2 if the rise with INT4 is within the budget, and
+        otherwise INT8.
 
         Returns:
-            Changes, fp64 [N], with INT4, and with INT2 if INT4 alone is within the budget, else with INT8.
+            Loss change per sample, fp64 [N], by data type.
         """
         other_types = dict.fromkeys(self._num_bytes, FP32)
         changes = {INT4: self._measure({**other_types, name: INT4})}
@@ -181,12 +187,14 @@ class _Search:
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Give tables smaller data types, while the predicted rise's bound stays within the budget.
+        """Give tables smaller data types, as long as the predicted rise stays within the budget.
+
+        The upper confidence bound of the rise is compared with the budget, not the mean.
 
         Args:
             types: present data type by table name; changed in place.
-            changes: per-sample loss change by table name and data type.
-            total: per-sample loss change with the present types.
+            changes: per-sample loss change by table name and data type, with only that table quantized.
+            total: predicted per-sample loss change with the present ``types`` together.
         """
         while True:
             rise = self._relative_rise(total).bound
@@ -216,10 +224,10 @@ class _Search:
 
         Args:
             types: present data type by table name; changed in place.
-            changes: per-sample loss change by table name and data type.
+            changes: per-sample loss change by table name and data type, with only that table quantized.
 
         Returns:
-            Whether there was a quantized table.
+            True if a table got a larger type. False if no table is quantized; then ``types`` is unchanged.
         """
         small = [name for name, candidate in types.items() if candidate.bits]
         if not small:
@@ -240,7 +248,7 @@ class _Search:
         return self._losses(quantised).double() - self._before
 
     def _relative_rise(self, change: Tensor) -> Rise:
-        """Return the relative loss increase, given the loss change per sample."""
+        """Return the relative loss increase (mean and upper bound), given the loss change per sample."""
         mean = float(change.mean())
         error = float(change.std()) / math.sqrt(change.numel())
         loss = float(self._before.mean())

@@ -51,7 +51,10 @@ def empty_like(
 
 
 def rows_by_table(module: TableCollection) -> dict[str, int]:
-    """Return the row count by table name. A hashed table counts with the present rows."""
+    """Return the row count by table name.
+
+    A hashed table adds rows as new IDs occur. The result has the number of rows present now, not the maximum.
+    """
     # A hashed table's config has the limit, not the present count.
     hashed = module.hashed_tables()
     return {
@@ -65,14 +68,16 @@ def converted_blocks(
 ) -> Iterator[RowBlock]:
     """Convert the rows of an unsharded hashed table to another data type, block by block.
 
+    The key of a row is the hash of the ID.
+
     Args:
-        stored: blocks of IDs, int64 [n], and rows, [n, D], sorted by key.
+        stored: a pair per block: IDs, int64 [n], and the rows of these IDs, [n, D]. Both are sorted by key.
         storage: new table's storage.
         data_type: new data type.
         rounding: see ``quantize``.
 
     Yields:
-        Row blocks for the new table.
+        A row block for the new table per block in ``stored``.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and ID.
@@ -86,10 +91,10 @@ def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -
     """Return a row block for a hashed table, given rows that already have the table's memory format.
 
     Args:
-        rows: rows as they lie in memory, [n, elements per row].
-        keys: key per row, int64 [n].
-        storage: table description.
-        columns: first and end table column in ``rows``.
+        rows: rows in the memory format of ``storage``, [n, elements per row].
+        keys: hash of the ID of every row, int64 [n].
+        storage: description of the table's storage.
+        columns: first and end (exclusive) table column that ``rows`` contain.
     """
     # Parts without policy values: inference evicts nothing.
     form = storage.form

@@ -105,7 +105,8 @@ def _hashed_blocks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read the rows for a hashed table from a checkpoint, in blocks.
 
-    The checkpoint may also hold a fixed table. The row numbers then are the IDs.
+    The checkpoint may instead contain a fixed table (one without a hash index, in which an ID is a row
+    number). The row numbers are then used as IDs.
 
     Args:
         folder: checkpoint.
@@ -114,10 +115,11 @@ def _hashed_blocks(
         storage: hashed table's storage.
 
     Yields:
-        IDs, int64 [n], and rows, [n, D], sorted by key within a block.
+        IDs, int64 [n], and the rows of these IDs, [n, D], block by block. Within a block, both are sorted by
+            key (the hash of the ID).
 
     Raises:
-        ValueError: the checkpoint lacks the table, or it does not fit.
+        ValueError: the checkpoint lacks the table, or the saved table has too many rows or another width.
     """
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):
@@ -143,7 +145,7 @@ def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
 
 
 def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
-    """Convert the rows of a table without hashed keys to a new data type, block by block.
+    """Convert the rows of a fixed table (one without a hash index) to a new data type, block by block.
 
     Args:
         config: table config with the new data type.
@@ -193,8 +195,8 @@ def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
         source: further entries, such as the run and step that the model comes from.
 
     Returns:
-        The data type, bytes, and padding bits per row of every table under ``tables``, and the further
-            entries.
+        A dict with the entry ``tables``, followed by the entries from ``source``. ``tables`` has a dict per
+            table name with ``data_type``, ``bytes`` (of all rows) and ``padding_bits`` (per row).
     """
     tables = {}
     for module in model.modules():

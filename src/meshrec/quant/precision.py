@@ -73,11 +73,13 @@ def encode_rows(
         rounding: how quantized rows get a scale and a bias; see ``Rounding``.
         table: table name in messages.
         first_row: first row's number, for messages.
-        ids: ID per hashed table row, int64 [n], for messages; None for a fixed table.
+        ids: ID of every row, int64 [n], by which messages name the row. None for a fixed table (one without a
+            hash index): messages give the row number.
 
     Returns:
-        Rows as they lie in memory: [n, D], or uint8 [n, bytes] for quantized types. Not a copy if the rows
-            already have this type.
+        The converted rows, as tables store them. The shape is [n, D] in the new dtype, or for a quantized
+            type uint8 [n, bytes per row]. If the rows already have the new type, ``values`` itself is
+            returned.
 
     Raises:
         ValueError: a value is NaN, infinite or out of range; the error names table and row.
@@ -101,14 +103,14 @@ def encode_rows(
 def check_rows(
     rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0, ids: Tensor | None = None
 ) -> None:
-    """Check that rows, already converted, contain neither NaN nor infinity.
+    """Check that converted rows contain neither NaN nor infinity.
 
     Args:
-        rows: rows [n, D].
+        rows: rows after the conversion, [n, D]. A value outside the new type's range has become infinite.
         data_type: data type to name in the message.
         table: table name in messages.
         first_row: first row's number, for messages.
-        ids: ID per hashed table row, int64 [n], for messages; None for a fixed table.
+        ids: ID of every row, int64 [n], for messages; None for a table without a hash index.
 
     Raises:
         ValueError: a value is NaN or infinite. The message names the table and the row.
@@ -127,7 +129,7 @@ def check_rows(
 
 
 def _quantize_rows(values: Tensor, bits: int, rounding: Rounding) -> Tensor:
-    """Quantize rows [n, D]. Returns rows as they lie in memory, uint8 [n, row_bytes(D, bits)]."""
+    """Quantize rows [n, D], and return the quantized rows, uint8 [n, row_bytes(D, bits)]."""
     if rounding == "minmax":
         return nbit.quantize(values, bits)
     blocks = values.split(max(1, _BLOCK_VALUES // values.shape[1]))

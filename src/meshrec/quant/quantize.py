@@ -105,13 +105,13 @@ def checked_types(
 
 
 def copy_except(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """Return a deep copy of a model in which other modules replace some modules.
+    """Return a deep copy of a model, but put given replacements where some of the modules were.
 
     Optimizers, which ``meshrec.fuse`` stores as module attributes, are left out.
 
     Args:
         model: model to copy.
-        replaced: replacement by the original module's ``id``. Replacements are not copied.
+        replaced: maps ``id(module)`` of an original module to the replacement, which is used without a copy.
     """
     optimizers = {
         (path, name): value
@@ -168,7 +168,7 @@ def finish_copy(model: nn.Module, dense: DataType | None) -> None:
 def table_bytes(model: nn.Module) -> dict[str, int]:
     """Return the bytes that the rows of each table take, without optimizer state.
 
-    A hashed table counts with the present rows.
+    For a hashed table, which adds rows as new IDs occur, only the rows present now count.
 
     Args:
         model: model with embedding collections, quantized or not.

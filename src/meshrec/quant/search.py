@@ -22,12 +22,13 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
     """Search for a scale and a bias per row with a low squared error.
 
     Args:
-        original: row values, [n, D].
-        rows: the same rows, quantized from minimum and maximum.
+        original: row values before quantization, [n, D].
+        rows: the same rows, quantized with the scale and bias that follow from minimum and maximum.
         bits: bits per code.
 
     Returns:
-        Scale and bias per row, fp16 [n, 2]. The error is never larger than with those in ``rows``.
+        Scale and bias per row, fp16 [n, 2]. No row has a larger squared error than with the scale and bias in
+            ``rows``.
     """
     values32, top = original.float(), (1 << bits) - 1
     # The best parameters so far are at first those in ``rows``, so the result is never worse.
@@ -50,7 +51,7 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
 
 
 def _to_half(scale: Tensor, bias: Tensor) -> Tensor:
-    """Return scale and bias in fp16, [n, 2]."""
+    """Return scale and bias in fp16, [n, 2]. A scale of 0 becomes 1."""
     scale = scale.half()
     # Round before the error is measured, because rows store fp16. Replace a scale of 0, by which ``_codes``
     # would divide.

@@ -61,8 +61,9 @@ def quantised_shards(
         The new modules by path.
 
     Raises:
-        ValueError: a row cannot be quantized, or the plan splits columns within a byte. Like all other
-            errors, it is raised on every rank.
+        ValueError: a row cannot be quantized; "search" is requested for a table split by columns; the plan
+            splits a table at a column that does not start at a byte in the new data type; or the model is
+            split over several devices of one process. Errors are raised on every rank.
     """
     for path, module in modules.items():
         if module.built.env.devices:
@@ -82,17 +83,19 @@ def quantised_shards(
 
 
 class _QuantizedTables:
-    """The shards of an embedding module on this rank in new data types. The constructor is collective.
+    """This rank's table shards of an embedding module, converted to new data types.
+
+    The constructor converts them. It is collective: all ranks must call it.
 
     Args:
-        built: parts of the original module.
+        built: the original module's tables, routing and ranks.
         types: new data type by table name.
         rounding: see ``quantize``.
 
     Attributes:
         storages: new row storage per table.
-        split: new shards of tables split over ranks.
-        local: new shards of other tables.
+        split: new shards of tables that are split over ranks.
+        local: new shards of all other tables.
     """
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
@@ -125,6 +128,8 @@ class _QuantizedTables:
     def _params_of_whole_rows(self, shards: LocalShards, table: int) -> Tensor:
         """Compute scale and bias for whole rows in a fixed table, from the columns on all ranks. Collective.
 
+        A fixed table has no hash index: an ID is a row number.
+
         Args:
             shards: original shards.
             table: table number.
@@ -147,7 +152,8 @@ class _QuantizedTables:
 
         Args:
             shards: original shards.
-            params: scales and biases, fp16 [rows, 2], by table number, for tables split by columns.
+            params: scale and bias of every whole row, fp16 [rows, 2], by table number. It has the fixed
+                tables that are split by columns. Other tables compute both from their own rows.
         """
         converted: list[LocalShard] = []
         for shard in shards.shards:
@@ -181,7 +187,10 @@ class _QuantizedTables:
         return table_shard(nn.Parameter(rows, requires_grad=False), packing, tables)
 
     def _converted_blocks(self, table: HashedTable, storage: HashedRows) -> Iterator[RowBlock]:
-        """Convert the rows of a hashed table rectangle to the new data type, and yield them in blocks."""
+        """Convert the rows of a hashed table to the new data type, and yield them in blocks.
+
+        ``table`` is a rectangle: the part of the whole table with a range of rows and columns on this rank.
+        """
         data_type, columns = self._types[storage.name], table.rectangle.columns
         if table.storage.form == storage.form:
             # The format stays: pass the rows through, but without optimizer state.
@@ -212,7 +221,7 @@ class _QuantizedTables:
         Args:
             table: table number.
             block: original rows.
-            params: scales and biases by table number, for tables split by columns.
+            params: see ``_convert``.
         """
         assert isinstance(block.keys, range)
         weights, first = block.parts["weight"], block.keys.start
@@ -240,12 +249,12 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
     """Compute the scale and bias of whole rows in a hashed table split by columns. Collective.
 
     Args:
-        tables: the table's rectangles on this rank.
+        tables: the parts of the table on this rank. Empty if this rank has none.
         storage: new table's storage.
-        env: the ranks.
+        env: the ranks over which the table is split.
 
     Returns:
-        Scale and bias for the keys on this rank.
+        Scale and bias of every row on this rank, by row key.
     """
     with together(env.world, _NAME):
         extremes = [(torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))]
@@ -272,7 +281,7 @@ def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Ten
     """Merge lists of keys with a minimum and a maximum per key, such as those of several ranks.
 
     Args:
-        parts: tuples (keys, minima, maxima).
+        parts: tuples (keys, minima, maxima). A key may occur in several tuples.
 
     Returns:
         Distinct keys, ascending, int64 [n]; minimum and maximum per key, fp32 [n].
@@ -288,13 +297,13 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
     """Return the minimum and maximum of whole rows in a fixed table split by columns. Collective.
 
     Args:
-        tables: the table's rectangles on this rank.
+        tables: the parts of the table on this rank. Empty if this rank has none.
         first: first row.
-        end: end row.
-        env: the ranks.
+        end: end of the row range, exclusive.
+        env: the ranks over which the table is split.
 
     Returns:
-        Minima and maxima over the columns on all ranks, fp32 [2, R].
+        Minimum (index 0) and maximum (index 1) of every row over the columns on all ranks, fp32 [2, R].
     """
     with together(env.world, _NAME):
         # Infinities stand for rows that are not on this rank, and lose against every value.
@@ -357,11 +366,11 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    """Return the row storage of a table in the new data type.
+    """Return the row storage of a table in the new data type. Rows in a file move to memory.
 
     Args:
         data_type: new data type.
-        before: present storage.
+        before: row storage of the original table.
     """
     # Rows in a file come to memory.
     if is_growable(before):

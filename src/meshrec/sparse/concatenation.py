@@ -64,8 +64,9 @@ def concatenate_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tenso
 def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
     """Return ``stride`` and ``stride_per_key_per_rank`` for the concatenation; exactly one of them is None.
 
-    If all inputs have a single stride (equal bag counts for all keys), it is returned. If all
-    have variable strides, the result has the rows of all inputs, one per key.
+    Inputs without variable strides must share a single stride (bag count per key), which is returned as
+    ``stride``. If all inputs have variable strides, ``stride_per_key_per_rank`` is the concatenation of their
+    lists. It has an entry per key: the key's bag count on every source rank.
 
     Raises:
         ValueError: The strides differ, or only some inputs have variable strides.
@@ -91,7 +92,7 @@ def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[in
 
 
 def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | None:
-    """Concatenate the inverse indices along the keys. None if any input has no inverse indices."""
+    """Concatenate the inverse indices along the keys. Return None if any input has no inverse indices."""
     given = [part for part in parts if part is not None]
     # As in TorchRec: inverse indices for only some keys could not expand the pooled embeddings.
     if len(given) < len(parts):

@@ -39,7 +39,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
 
 
 def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
-    """Return the value count per key in tracing, as symbolic integers without a known value.
+    """Return the value count per key while torch traces, as symbolic integers whose values are unknown.
 
     The symbols are marked as non-negative, so that torch.export accepts them as sizes.
     """

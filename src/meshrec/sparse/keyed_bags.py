@@ -63,7 +63,7 @@ class KeyedBags(ValueBags, Protocol):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> Self:
-        """Build without checks.
+        """Build a KeyedJaggedTensor without checking that the arguments match.
 
         Args:
             keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices: As in

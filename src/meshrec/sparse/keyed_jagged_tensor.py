@@ -540,7 +540,10 @@ class KeyedJaggedTensor(Jagged):
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """Return a copy with ``change`` applied to all tensors. It shares the counts cached on the host."""
+        """Return a KeyedJaggedTensor with the results of applying ``change`` to every tensor.
+
+        The result reuses the counts that this tensor has cached on the host.
+        """
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             """Apply ``change`` to an optional tensor."""

@@ -11,7 +11,7 @@ from meshrec.sparse.keyed_bags import Bags, KeyedBags
 
 
 class KeyGroup(NamedTuple):
-    """The tensors of adjacent keys, as views."""
+    """Values, weights and lengths of several adjacent keys, as views of a KeyedJaggedTensor's tensors."""
 
     values: Tensor
     """Values, [N, ...]."""

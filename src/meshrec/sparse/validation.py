@@ -133,7 +133,10 @@ def _first_index(mask: Tensor) -> int | None:
 
 
 def _offsets_from_lengths(lengths: Tensor | None) -> Tensor:
-    """Return bag boundaries, int64 [B+1]. In plain torch: invalid lengths must not reach a kernel."""
+    """Return the bag boundaries for some lengths, int64 [B+1].
+
+    This uses only torch operators, because the lengths may be invalid and must not reach a MeshRec kernel.
+    """
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 

@@ -81,10 +81,13 @@ def jagged_attention(
     therefore not padded, and memory does not grow with the square of the sample length. On a GPU, checking
     the offsets synchronizes once.
 
+    The batch has N tokens and M queries in B samples. There are H heads. Queries and keys have Q values per
+    head, and values have V.
+
     Args:
-        query_MHQ: queries, fp32.
-        key_NHQ: keys, fp32.
-        value_NHV: values, fp32.
+        query_MHQ: queries, fp32 [M, H, Q].
+        key_NHQ: keys, fp32 [N, H, Q].
+        value_NHV: values, fp32 [N, H, V].
         offsets_B1: first token index per sample, followed by N; int64 [B + 1].
         max_length: maximum number of tokens in a sample. ``"silu"`` divides the weights by it.
         kind: attention weights: ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed
@@ -98,7 +101,7 @@ def jagged_attention(
             need queries. None: all tokens have queries.
 
     Returns:
-        fp32 [M, H, V].
+        Attention output per query and head, fp32 [M, H, V].
 
     Raises:
         ValueError: argument sizes do not match, or a sample is longer than ``max_length``.

@@ -43,8 +43,8 @@ def jagged_attention(
             num_contextual; see `Mask` and `Bias`.
 
     Returns:
-        The output [M, H, V]; and for the backward pass of softmax the log-sum-exp of the scores [M, H], else
-            [0, H].
+        The output [M, H, V], and a tensor for the backward pass. With softmax, this tensor has the
+            log-sum-exp of the scores per query and head, [M, H]. With SiLU it is empty, [0, H].
     """
     # Only gives the shape and dtype of an empty result: cat needs at least one tensor.
     out = value_NHV.new_empty(query_MHQ.shape[:2] + value_NHV.shape[2:])
@@ -146,7 +146,7 @@ class _Sample(NamedTuple):
     options: _Options
 
     def weights(self) -> Tensor:
-        """Return the attention weights [H, r, l], 0 at masked positions."""
+        """Return the attention weights [H, r, l] for the sample's r queries and l tokens, 0 where masked."""
         if self.options.softmax:
             return self.scores.softmax(2)
         return torch.nn.functional.silu(self.scores) * self.seen_rl / self.options.max_length
@@ -187,6 +187,8 @@ def _samples(
 
 def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, options: _Options) -> Tensor:
     """Return whether the token at position ``row`` attends to the token at position ``column``: bool [r, l].
+
+    r and l are the numbers of queries and tokens in the sample.
 
     Args:
         row: query positions in the sample, int64, broadcast against ``column``.

@@ -37,7 +37,7 @@ class _Launch(NamedTuple):
     def grid_and_samples(
         self, num_tokens: int, num_samples: int, num_heads: int = 1
     ) -> tuple[tuple[int], Any]:
-        """Return the launch grid for a kernel, and the samples with ``num_blocks`` set.
+        """Return the launch grid for a kernel, and a copy of ``samples`` with the field ``num_blocks`` set.
 
         The grid has a program per sample, head and token block. Sample lengths are known only on the GPU, so
         every sample gets as many blocks as the longest possible sample. Surplus programs return at once.
@@ -118,7 +118,15 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient for the position or time bias, [len(bias)]. Empty if ``bias`` is None."""
+    """Return the gradient of a bias, [len(bias)]. If ``bias`` is None, return an empty tensor.
+
+    Args:
+        launch: arguments that all kernels share.
+        results: `AttentionResults`, the additional inputs of the backward pass.
+        num_samples: number of samples.
+        bias: the position bias or the time bias.
+        is_time: whether ``bias`` is the time bias.
+    """
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)

@@ -33,7 +33,16 @@ def _sums_by_distance(tile, min_distance, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: tl.constexpr):
-    """Add the elements of a tile to a histogram over time buckets."""
+    """Return a histogram over time buckets, [BUCKETS], to which every tile element is added in its bucket.
+
+    Args:
+        histogram: sums before, fp32 [BUCKETS].
+        tile: values to add, fp32 [BLOCK, BLOCK]; 0 where ``allowed`` is false.
+        buckets: time bucket per element, int32.
+        allowed: attention mask.
+        num_buckets: number of buckets that exist.
+        BUCKETS: ``num_buckets``, padded to a power of two.
+    """
     # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
     high = tl.max(tl.max(tl.where(allowed, buckets, -1), 1), 0)
@@ -97,18 +106,22 @@ def bias_gradients(
 ):
     """Write a query block's contribution to a bias gradient, summed over heads.
 
-    BUCKETS selects the bias: the time bias, or the position bias if BUCKETS is 0. Triton does not finish
-    compiling a kernel that does both. Every program writes to a separate part of ``parts``. For the position
-    bias, a part has two rows with 2 max_length - 1 zeros. A tile writes the lower half of its distances to
-    the first row, and the upper half to the second row: the upper half overlaps the lower half of the next
-    tile, and no element may be written twice.
+    If BUCKETS is 0, the bias is the position bias, and otherwise the time bias. A launch handles a single
+    bias, because Triton does not finish compiling a kernel for both. Every program writes to a separate part
+    of ``parts``, and the caller adds the parts.
+
+    For the position bias, a part has two rows with an element per distance (key position minus query
+    position). A tile (the query block by a key block) writes the sums for the lower half of its distances to
+    the first row, and those for the upper half to the second row. A single row would not do: the upper half
+    overlaps with the lower half of the next tile, which would overwrite the sums.
 
     Args:
         tokens: `AttentionTokens`.
         samples: `AttentionSamples`.
         biases: `AttentionBiases`.
         results: `AttentionResults`.
-        parts: output, zeros, per program [num_buckets] or [2, 2 max_length - 1].
+        parts: output, initially 0. A program's part is [num_buckets] for the time bias, and
+            [2, 2 max_length - 1] for the position bias.
         first_sample: first sample in this launch.
         SOFTMAX: softmax instead of SiLU weights.
         CAUSAL: see `Mask`.

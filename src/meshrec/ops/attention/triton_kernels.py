@@ -21,7 +21,11 @@ _MASKED_SCORE = tl.constexpr(-1e30)
 
 
 class AttentionTokens(NamedTuple):
-    """Kernel argument: queries, keys and values, with strides per token and per head, sizes, score scale."""
+    """Kernel argument: queries, keys and values, with their sizes and strides, and the factor for scores.
+
+    ``query_stride`` is the number of elements between two tokens, and ``query_head`` between two heads. The
+    fields for keys and values are named likewise.
+    """
 
     query: Any
     key: Any
@@ -165,7 +169,10 @@ def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH
 
 @triton.jit
 def query_times(biases, first, row, is_row, history):
-    """Return a timestamp per query: that of the next token. The last history token and targets use their own.
+    """Return a timestamp per query, int64 [BLOCK], from which time differences to the keys are computed.
+
+    A history token uses the timestamp of the next token in the sample. The last history token and the targets
+    use their own timestamps. Without a time bias, the result is meaningless and not used.
 
     Args:
         biases: `AttentionBiases`.
@@ -211,9 +218,10 @@ def tile_bias_and_mask(
     WINDOW: tl.constexpr,
     CONTEXTUAL: tl.constexpr,
 ):
-    """Return what all heads share in a tile: the sum of the biases, the time buckets, and the mask.
+    """Return the sum of the biases, the time buckets, and the mask for a tile: three [BLOCK, BLOCK] blocks.
 
-    The mask equals ``naive.attention_mask``.
+    All heads share them. The mask is that of ``naive.attention_mask``, and also false where a query or a key
+    does not exist.
 
     Args:
         biases: `AttentionBiases`.
@@ -290,9 +298,14 @@ def key_blocks(
 ):
     """Return the key blocks to visit for queries in [start, end), as three ranges for `nth_block`.
 
-    The ranges are contextual tokens, history, and targets (a target attends to itself). The result holds: the
-    end of the first range, the start of the second, the length of the first two combined, the start of the
-    third, and the total number of blocks.
+    The first range has the blocks with contextual tokens, the second those with history, and the third those
+    with targets, because a target attends to itself. The result has five block numbers or counts:
+
+    - End of the first range, which starts at 0.
+    - Start of the second range.
+    - Number of blocks in the first two ranges together.
+    - Start of the third range.
+    - Number of blocks in all ranges.
 
     Args:
         start: first query position within the sample.
@@ -340,8 +353,12 @@ def _query_blocks(
 ):
     """Return the query blocks to visit for keys in [start, end), as two ranges for `nth_block`.
 
-    The ranges are contextual tokens, and the other queries. The result holds: the end of the first range, the
-    start of the second, and the total number of blocks.
+    The first range has the blocks with contextual tokens, and the second those with the other queries. The
+    result has three block numbers or counts:
+
+    - End of the first range, which starts at 0.
+    - Start of the second range.
+    - Number of blocks in both ranges together.
     """
     # Query positions [low, high) that see these keys.
     low = start if CAUSAL else 0
@@ -367,10 +384,10 @@ def nth_block(n, first_range, second, num_before, third):
     """Return the number of the n-th block to visit, counted through three ranges in turn.
 
     Args:
-        n: index.
+        n: how many blocks have been visited before.
         first_range: end of the first range, which starts at 0.
         second: start of the second range.
-        num_before: combined length of the first two ranges.
+        num_before: number of blocks in the first two ranges together.
         third: start of the third range.
     """
     return tl.where(

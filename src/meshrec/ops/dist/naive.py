@@ -92,7 +92,9 @@ class _FeatureIds(NamedTuple):
 def _ids_of_use(
     values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
 ) -> _FeatureIds:
-    """Return the IDs that a use reads, and the intervals that they fall into.
+    """Find the IDs that a use (a pair of feature and table) reads, and the row interval of every ID.
+
+    The plan cuts the rows of a table into intervals. All IDs in an interval go to the same shards.
 
     Args:
         values: IDs [N].
@@ -100,7 +102,7 @@ def _ids_of_use(
         bounds: first bag index per key, followed by the bag count.
         keys: key per use.
         use: number of the use.
-        router: row cuts.
+        router: the plan.
     """
     start, end = bounds[keys[use]], bounds[keys[use] + 1]
     offsets_B1 = offsets[start : end + 1].long()
@@ -147,9 +149,13 @@ class IdsToRoute(NamedTuple):
 def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pack the IDs of a batch into a message for every rank. The arguments are the fields of ``IdsToRoute``.
 
+    A use is a pair of a feature and the table that it reads. A route connects a use to a table shard.
+
     Returns:
-        All messages, end to end, int32; header [R, 4]; number of IDs on each route [Q]; and number of IDs
-            outside the table for each use [U].
+        - All messages, end to end in rank order, int32; see the module docstring.
+        - Header per message, int64 [R, 4].
+        - Number of IDs per route, int64 [Q].
+        - Number of IDs outside the table per use, int64 [U].
 
     Raises:
         ValueError: invalid offsets; or, with ``check_ids``, an ID outside the table or a NaN weight.
@@ -207,7 +213,8 @@ def unpack_ids(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unpack the messages received from all ranks into a batch for the TBE operators.
 
-    In this batch, a block is the message from a rank, and a key is a route to this rank.
+    The TBE operators see a batch with a block per message, and with a key per route to this rank. A route
+    connects a use (a pair of feature and table) to a shard.
 
     Args:
         received: all messages, end to end, int32.
@@ -218,7 +225,10 @@ def unpack_ids(
         wide: whether IDs are int64.
 
     Returns:
-        Values, offsets [bags + 1], weights (empty unless weighted), and segments [blocks * routes + 1].
+        - IDs, int32, or int64 if ``wide``.
+        - First ID index per bag, followed by the number of IDs, int64 [bags + 1].
+        - Weight per ID, fp32; empty unless ``weighted``.
+        - First bag index per block and route, followed by the bag count, int64 [blocks * routes + 1].
 
     Raises:
         ValueError: the header does not match the received words.
@@ -283,13 +293,14 @@ class PooledRows(NamedTuple):
 def gather_pooled(*arguments: Any) -> Tensor:
     """Assemble the pooled output from the columns that all ranks sent, fp32 [B, out_dim].
 
-    A piece is copied to the output, or added to earlier pieces if it is marked so. The arguments are the
-    fields of ``PooledRows``, and:
+    A piece is a range of columns that a rank sent; see ``pieces`` in the module docstring. A piece is copied
+    to the output, or if its "add" field is set, added to the output of earlier pieces. The arguments are the
+    fields of ``PooledRows``, followed by:
 
     - ``link``: handle of a ``HostLink``, through which the compiled kernel reads the rows of the other ranks
       from their memory (comms/host_link.py). ``received`` is then empty, and only gives the dtype. 0: no
       link.
-    - ``exchange``: number of the exchange on the link.
+    - ``exchange``: number of this exchange on the link, equal on all ranks.
     """
     rows, _ = PooledRows.split(arguments)
     received, local, pieces, dims, batch, out_dim, offsets, segments, num_keys, keys = rows
@@ -317,9 +328,9 @@ def gather_pooled(*arguments: Any) -> Tensor:
 def gather_coded(*arguments: Any) -> Tensor:
     """Assemble the pooled output like ``gather_pooled``, from rows encoded by ``wire_encode`` (uint8).
 
-    A source is a block in the encoding. The fields of ``PooledRows`` are followed by ``starts`` (first column
-    of each source, see ``wire_naive``), ``widths`` and ``formats`` per column, and by ``link`` and
-    ``exchange``.
+    The rows from a rank are a block in the encoding. The arguments are the fields of ``PooledRows``, followed
+    by ``starts`` (number of each rank's first column, see ``wire_naive``), ``widths`` and ``formats`` (per
+    column), ``link`` and ``exchange``.
     """
     rows, (starts, widths, formats, *_) = PooledRows.split(arguments)
     ops = torch.ops.meshrec
@@ -359,8 +370,8 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
     The arguments are the fields of ``PooledGradient``.
 
     Returns:
-        Gradients to send, end to end: a matrix [B, dims[r]] for rank r, in ``dtype``; and the gradient for
-            tables on this rank, [B, local_dim].
+        - Gradients to send, in ``dtype``, 1-D. It has a matrix [B, dims[r]] for every rank r, end to end.
+        - Gradient for tables on this rank, fp32 [B, local_dim].
     """
     gradient = PooledGradient(*arguments)
     grad, pieces, dims, local_dim, offsets, segments, num_keys, keys, scale, dtype = gradient
@@ -398,16 +409,19 @@ class SequenceRows(NamedTuple):
     """Row width per use; 0 for a use that is left out; [U]."""
 
     def num_elements(self) -> int:
-        """Return the number of elements in the rows that this rank exchanges."""
+        """Return the number of elements in the message with the rows for the IDs that this rank sent."""
         return int((self.counts.cpu()[self.lookups[:, 0]] * self.lookups[:, 3]).sum())
 
 
 def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
     """Assemble the rows of sequence lookups from the parts that all ranks sent.
 
+    A use is a pair of a feature and the table that it reads. The arguments after ``received`` are the fields
+    of ``SequenceRows``.
+
     Returns:
-        fp32, flat: a matrix [number of IDs, dims[u]] for each use, end to end. Uses with width 0 are left
-            out.
+        A 1-D fp32 tensor with a matrix [number of IDs, dims[u]] for every use u, end to end. A use with width
+            0 has no elements.
     """
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*arguments))
     if received.numel() != num_elements:
@@ -421,7 +435,8 @@ def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
 def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
     """Split the gradient of sequence lookups into parts for all ranks. Inverse of ``gather_sequence``.
 
-    The last two arguments are ``scale``, a factor for the gradient, and the dtype in which to send it.
+    The arguments after ``grad`` are the fields of ``SequenceRows``, then ``scale`` (a factor for the
+    gradient), and the dtype in which to send the gradient.
     """
     *shared, scale, dtype = arguments
     positions, num_elements, out_elements = _sequence_positions(SequenceRows(*shared))
@@ -456,8 +471,9 @@ class WeightGradients(NamedTuple):
 def gather_weight_grads(*arguments: Any) -> Tensor:
     """Return the gradient of the per-sample weights, fp32 [N].
 
-    Every route that sent an ID returns a gradient for its weight; these are added. An ID that no use reads
-    gets 0. The arguments are the fields of ``WeightGradients``.
+    A use is a pair of a feature and the table that it reads. A route connects a use to a table shard. Every
+    route over which this rank sent an ID returns a gradient for the weight of the ID, and these gradients are
+    added. An ID that no use reads gets 0. The arguments are the fields of ``WeightGradients``.
     """
     received, values, offsets, segments, num_keys, keys, router, counts = WeightGradients(*arguments)
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
@@ -475,9 +491,13 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _sequence_positions(batch: SequenceRows) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """Return where the rows of each lookup are, and the total sizes of message and result.
+    """Compute where the rows of every sequence lookup are in the message and in the result.
 
-    For each lookup: the slice in the message, and the element positions in the result.
+    Returns:
+        - Pairs, one per lookup. A pair has a slice of the message, and the positions of the same elements in
+          the result, int64.
+        - Number of elements in the message.
+        - Number of elements in the result.
     """
     values, offsets, segments, num_keys, keys, router, lookups, _, dims = batch
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)

@@ -56,10 +56,10 @@ class _RouteSlots(NamedTuple):
     """1 if the input is invalid, int32 [1] on the device."""
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid with a program for every route and ``_LANES`` bags.
+        """Return a launch grid in which a program handles ``_LANES`` bags on a route.
 
         Args:
-            num: second grid dimension, instead of the route count.
+            num: size of the second grid dimension. None: the number of routes.
         """
         return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
@@ -357,7 +357,15 @@ def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
 def _copy_sequences(
     source: Tensor, target: Tensor, scale: float, batch: SequenceRows, *, gather: bool
 ) -> None:
-    """Copy rows between the message and the rows by ID. The direction is from the message if ``gather``."""
+    """Copy rows between the message from all ranks and a tensor with the rows in ID order.
+
+    Args:
+        source: message if ``gather``, else the gradient in ID order.
+        target: output. Rows in ID order if ``gather``, else the message.
+        scale: factor for the gradient. Not used with ``gather``.
+        batch: the batch, and where the exchanged rows come from.
+        gather: direction of the copy; see ``source``.
+    """
     from meshrec.ops.dist import triton_kernels
 
     values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
@@ -441,7 +449,10 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    """Return the columns before every source, followed by the total, on the device."""
+    """Return the number of columns in all earlier sources, per source, followed by the total, on the device.
+
+    A source is a rank that sends pooled columns.
+    """
     return cached_on_device(device, list(accumulate(dims, initial=0)))
 
 

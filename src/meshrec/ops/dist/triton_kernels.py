@@ -305,10 +305,14 @@ def gather_columns(
 ):
     """Write a group of output columns: the sum over the parts of the group, in order.
 
+    A source is a rank that sends pooled columns, or ``local``. A part is a range of columns in a source. For
+    mean pooling, a part is divided by the bag lengths of a use (a pair of feature and table).
+
     Args:
         groups: int64 [G, 4]: first column, width, first part, number of parts.
-        parts: int64 [., 3]: source, first column in the source, use whose bag lengths divide or -1.
-        first_columns: int64 [S + 1]: columns before every source.
+        parts: int64 [number of parts, 3]: source, first column in the source, and the use by whose bag
+            lengths to divide (-1: none).
+        first_columns: int64 [S + 1]: number of columns in the sources before each source.
         received: pooled rows from all ranks, flat.
         local: pooled rows from tables on this rank, [B, local_dim].
         offsets: first ID index per bag, followed by N; read if MEANS.
@@ -377,9 +381,9 @@ def scatter_columns(
     """Copy the gradient columns of a piece to the rank that sends the piece, multiplied by ``scale``.
 
     Args:
-        pieces: int64 [P, 5]: source, first column in the source, width, first gradient column, use as in
-            ``gather_columns``.
-        first_columns: int64 [S + 1]: columns before every source.
+        pieces: int64 [P, 5]: source, first column in the source, width, first gradient column, and the use by
+            whose bag lengths to divide (-1: none).
+        first_columns: int64 [S + 1]: number of columns in the sources before each source.
         grad: fp32 [B, out_dim].
         offsets: first ID index per bag, followed by N; read if MEANS.
         first_bags: first bag per use, read if MEANS.
@@ -431,7 +435,9 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows of a bag in a lookup between the message and the rows by ID.
+    """Copy the rows for a bag between the message from all ranks and a tensor with the rows in ID order.
+
+    A program handles a bag in a lookup. A lookup has a range of columns of the rows on a route.
 
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
@@ -440,10 +446,10 @@ def copy_sequences(
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         num_ids: N.
-        source: message if GATHER, else gradient rows.
-        target: rows if GATHER, else message.
-        scale: factor for the gradient, without GATHER.
-        GATHER: copy from the message; otherwise to the message.
+        source: message if GATHER, else gradient rows in ID order.
+        target: output. Rows in ID order if GATHER, else the message.
+        scale: factor for the gradient. Not used with GATHER.
+        GATHER: whether to copy from the message. Otherwise the kernel copies to the message.
         BLOCK: width, padded to a power of two.
     """
     # A program handles a bag in a lookup.

@@ -108,7 +108,8 @@ class UseBags(NamedTuple):
 class ColumnGroups(NamedTuple):
     """The pieces of a pooled output, arranged for the kernels ``gather_columns`` and ``scatter_columns``.
 
-    A group is a range of output columns that are sums of the same pieces.
+    A piece is a range of columns that a rank sends for the output. Pieces may overlap, and are then added. A
+    group is a range of output columns that are sums of the same pieces.
 
     Attributes:
         groups: groups of output columns, int64 [G, 4]; see ``gather_columns``.
@@ -126,7 +127,10 @@ class ColumnGroups(NamedTuple):
 
     @classmethod
     def from_pieces(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Divide the output columns into groups made from the same pieces, up to ``_MAX_COLUMNS`` wide."""
+        """Divide the output columns into groups, and cut the pieces for the backward pass.
+
+        A group, or a cut piece, has at most ``_MAX_COLUMNS`` columns. ``naive`` documents ``pieces``.
+        """
         # Between two adjacent edges, all columns are covered by the same pieces.
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []
@@ -152,7 +156,7 @@ class ColumnGroups(NamedTuple):
 
 
 def cached_groups(pieces: Tensor, device: torch.device) -> ColumnGroups:
-    """Return the column groups of a plan on a device, which are computed at the first call for both."""
+    """Return the column groups for some pieces on a device, which are computed at the first such call."""
     by_device: dict[torch.device, ColumnGroups] = _group_cache.setdefault(pieces, {})
     if device not in by_device:
         groups = ColumnGroups.from_pieces(pieces.tolist())

@@ -45,7 +45,9 @@ _CASTS = {FLOAT: torch.float32, HALF: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 def column_bytes(format: int, dim: int) -> int:
-    """Return the number of bytes that a column with ``dim`` values takes per row of a message.
+    """Return the number of bytes that a column takes per row of a message.
+
+    A column here is a group of ``dim`` values that have the same format.
 
     Raises:
         ValueError: unknown format.
@@ -62,7 +64,7 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """A column of a block, and where its values are within a row."""
+    """A column of a block (a group of values with the same format), and where the values are within a row."""
 
     number: int
     block: int
@@ -74,7 +76,10 @@ class _Column(NamedTuple):
 
 
 class _BlockRanges(NamedTuple):
-    """Where the rows of a block are, in the values and in the message."""
+    """Positions of a block in the tensor of fp32 values and in the encoded message.
+
+    A message consists of blocks. A block has rows of equal size, such as the rows of a table.
+    """
 
     rows: slice
     """Range of the rows, counted through all blocks."""
@@ -105,10 +110,12 @@ def block_ranges(
 ) -> Iterator[_BlockRanges]:
     """Yield the row, element and byte ranges of every block, in order.
 
+    The blocks have C columns in total, numbered across all blocks.
+
     Args:
         row_counts: row count per block.
-        first_columns: first column per block, followed by C.
-        widths: values per row and column.
+        first_columns: number of every block's first column, followed by C.
+        widths: number of values per row, for every column.
         formats: wire format per column.
 
     Raises:
@@ -162,9 +169,10 @@ def wire_encode(
         step: see ``seeds``.
 
     Returns:
-        The message, uint8, flat; and a report on int8 and int4 columns, int64 [2]: the number of (row,
-            column) pairs with a non-finite value, and the index in ``values`` at which the first such pair
-            starts (-1: none).
+        - The message, uint8, 1-D.
+        - A report on non-finite values in int8 and int4 columns, int64 [2]. The first entry is the number of
+          (row, column) pairs with a non-finite value. The second is the index in ``values`` at which
+          the first such pair starts, or -1.
 
     Raises:
         ValueError: ``values`` has another dtype or size, or the lists do not fit together.
@@ -232,7 +240,10 @@ def wire_decode(
 
 
 def noise_start(seed: int, step: int) -> int:
-    """Return the random number counter for a seed and a step, before row and column are added, as int64."""
+    """Return the part of the random number counter that depends on seed and step, as int64.
+
+    `Noise` adds the parts that depend on the row key and on the column.
+    """
     return to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
 
 

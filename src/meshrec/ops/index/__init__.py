@@ -72,7 +72,9 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
 
 
 def mix_spans(ids_N: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Hash the IDs in some spans (position ranges) with a seed per span; other IDs are copied: int64 [N].
+    """Return a copy of some IDs, int64 [N], in which the IDs inside some spans are replaced by their hashes.
+
+    A span is a range of positions. It has a seed for `mix`.
 
     Args:
         ids_N: int64.

@@ -231,9 +231,10 @@ class CompiledIndex:
         Args:
             ids_N: int64, contiguous.
             slots_N: slot per ID, -1 if it has none, int64, contiguous. The kernel replaces every -1.
-            results: output buffer, int64 [3, number of IDs without a slot]: distinct IDs, slots, occurrences.
-            mix_seed: seed to mix the IDs before insertion, or None.
-            first: number added to the IDs after the mix.
+            results: output buffer, int64 [3, number of IDs without a slot]. The kernel writes a column per
+                distinct inserted ID: the ID as inserted, the slot, and the number of occurrences.
+            mix_seed: seed with which the kernel hashes the IDs before insertion. None: no hashing.
+            first: number to add to the IDs, after the hash if any.
         """
         # ctypes takes unsigned integers, while Python seeds may be negative.
         word = (1 << 64) - 1
@@ -306,8 +307,8 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
         arguments: results from ``CompiledIndex.assign_args``, for distinct indexes.
 
     Returns:
-        Number of distinct IDs inserted per index. -1: the index did not change, because it is full or must
-            first be copied to larger memory.
+        Number of distinct IDs inserted per index, or -1 for an index that did not change because it is full
+            or must first be copied to larger memory.
     """
     assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
@@ -323,8 +324,8 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
         slots: slots to free in every index, int64 [N], contiguous.
 
     Returns:
-        Removed IDs per index. If any slot is invalid, no index changes, and the results are statuses:
-            ``Status.SUCCESS`` for an index whose slots were all valid.
+        Removed IDs per index, int64 [N], if all slots are valid. Otherwise no index changes, and the result
+            is a status per index. ``Status.SUCCESS`` then means that the slots of this index were valid.
     """
     assert _library is not None
     ids = [torch.empty_like(index_slots) for index_slots in slots]

@@ -54,6 +54,9 @@ def forward(
 ) -> Tensor:
     """Look up rows in several tables, and pool them. Tables may be read by raw ID, and may be quantized.
 
+    A raw ID is any int64 value. The lookup finds the row through a `KeyIndex`. In a table without a key
+    index, an ID is a row number.
+
     Args:
         bits: bits per quantized value, per table; 0 for a floating-point table.
         keyed: key indexes of the tables that are read by raw ID, by table number.
@@ -88,16 +91,19 @@ def hashed_forward(
 ) -> Tensor | None:
     """Find the slots for raw IDs in hash indexes, then look up and pool the rows, in a single call.
 
+    A raw ID is any int64 value. In a hashed table, a hash index maps it to a slot, which is a row number.
+
     Args:
         bits: bits per quantized value, per table; 0 for a floating-point table.
-        indexes: hash index and mix seed of every hashed table, by table number.
+        indexes: hash index of every hashed table, and the seed with which ``mix`` hashes IDs before they are
+            searched in the index; by table number.
         weights: rows per table, by slot.
         lookups: the batch, and the table that every feature reads.
         options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
-        As ``ops.tbe.forward``. None if an ID has no slot, or if an index is not a compiled one: then the
-            caller finds the slots first.
+        As ``ops.tbe.forward``. None if an ID has no slot, or if an index is not compiled. The caller must
+            then find the slots in a separate step.
 
     Raises:
         ValueError: as for ``ops.tbe.forward``.

@@ -4,8 +4,9 @@ A read-only table has three tensors that map keys (hashed IDs) to rows:
 
 - ``buckets``: int64 [b, 8], the keys of the exported rows in ascending order, packed so that a bucket is a
   cache line; see ``pack_buckets``.
-- ``added``: int64 [2, m], the keys of rows added after the export, ascending, and their positions in
-- ``added_rows``: [c, columns].
+- ``added_rows``: [c, columns], the rows added to the table after the export.
+- ``added``: int64 [2, m], the keys of the added rows in ascending order, and their positions in
+  ``added_rows``.
 
 An ID without a key reads its initial row (``ops.first_rows``), in the table's dtype. If the table is
 quantized, the initial row is quantized by its minimum and maximum.
@@ -100,14 +101,17 @@ def find_rows(buckets_b: Tensor, num_rows: int, keys_N: Tensor) -> Tensor:
 
 
 def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Look up rows as ``nbit_forward`` does, in tables of which some (``keyed``) are read by raw ID.
+    """Look up rows as ``nbit_forward`` does. Keyed tables are read by raw ID, other tables by row number.
+
+    A raw ID is any int64 value. The key index of a table maps the hash of the ID to a row.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: as for ``nbit_forward``; then the numbers of the keyed tables, and per keyed table three
-            key index tensors, two seeds (for keys and for initial rows), and two floats (minimum initial
-            value, and distance between adjacent values).
+        arguments: the arguments to ``nbit_forward``, followed by four lists: the numbers of the keyed tables;
+            their key index tensors (three per table, see the module docstring); their seeds (two per table,
+            for keys and for initial rows); and floats (two per table, minimum initial value and distance
+            between adjacent initial values).
 
     Raises:
         ValueError: as for ``nbit_forward``, or the tensors of a table do not fit together.
@@ -121,7 +125,11 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
         )
 
     def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return table rows, added rows and initial rows, and the row number for each ID."""
+        """Return a tensor of rows, and for each ID the number of its row in this tensor.
+
+        The tensor has the exported rows, the rows added after the export, and an initial row for every
+        unknown ID.
+        """
         k = keyed.index(table)
         tensors = key_tensors[PER_TABLE * k : PER_TABLE * (k + 1)]
         row, slots = _find_rows_and_added(ids, weights[table], tensors, seeds[2 * k], table)
@@ -138,17 +146,18 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
 
 
 def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Look up rows as ``nbit_forward`` does, in tables of which some (``hashed``) have a hash index.
+    """Look up rows as ``nbit_forward`` does. In hashed tables, a hash index maps an ID to a slot.
 
     Args:
         weights: see ``nbit_forward``.
         bits: see ``nbit_forward``.
-        arguments: as for ``nbit_forward``; then the numbers of the hashed tables, and per hashed table four
-            index tensors (see ``index_find``) and two seeds (of the index, and for the mix from IDs to keys).
+        arguments: the arguments to ``nbit_forward``, followed by three lists: the numbers of the hashed
+            tables; their index tensors (four per table, see ``index_find``); and their seeds (two per table,
+            of the index and for ``mix``, which maps IDs to keys).
 
     Returns:
-        The lookup result, and the number of IDs without a slot, int64 [1]. If it is not 0, the lookup result
-            is meaningless, and the number is only a lower bound.
+        The lookup result, and the number of IDs without a slot, int64 [1]. If this number is not 0, it is
+            only a lower bound, and the lookup result is meaningless.
     """
     lookups, options = Lookups.split(arguments)
     *options, hashed, memory, seeds = options
@@ -160,7 +169,10 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
     absent = torch.zeros(1, dtype=torch.int64)
 
     def find_rows(table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the table rows plus a zero row for absent IDs, and the row number for each ID."""
+        """Return the table rows followed by a zero row, and the row number for each ID.
+
+        An ID without a slot gets the zero row. Adds the number of such IDs to ``absent``.
+        """
         k = hashed.index(table)
         slots = index_find(memory[4 * k : 4 * k + 4], mix(ids, seeds[2 * k + 1]), seeds[2 * k])
         for piece in lookups.layout().pieces:
@@ -231,7 +243,17 @@ def _look_up_by_table(
 def _find_rows_and_added(
     ids: Tensor, weight: Tensor, tensors: list[Tensor], seed: int, table: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the table rows followed by the added rows, and a row number per ID; -1 for unknown IDs."""
+    """Return the exported rows followed by the rows added later, and for each ID its row number or -1.
+
+    The row number is -1 if the ID has neither an exported nor an added row.
+
+    Args:
+        ids: raw IDs, int64 [N].
+        weight: exported rows of the table.
+        tensors: ``buckets``, ``added`` and ``added_rows``; see the module docstring.
+        seed: seed for the hash from IDs to keys.
+        table: table number in messages.
+    """
     buckets, added, added_rows = tensors
     num_rows = len(weight)
     if (

@@ -25,7 +25,10 @@ END_OF_FILE = -2
 
 
 class RecordLayout(NamedTuple):
-    """Positions and sizes of the records in a file."""
+    """Positions and sizes of the records in a file.
+
+    A record holds a table row and a checksum. A block holds ``per_block`` records, followed by padding.
+    """
 
     first_key: int
     """Key of the first record. Record i is for key ``first_key + i``."""

@@ -111,7 +111,8 @@ class Rows(NamedTuple):
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
         """Return the sum of squares of every whole row, fp32 [U].
 
-        Computed from ``x_UD`` if the rows are whole, else read from ``stats``.
+        Without ``stats``, the rows are whole, and the sum is computed from ``x_UD``. With ``stats``, the rows
+        belong to a column shard, and the sum over all shards is read from ``stats``.
 
         Args:
             which: the ``stats`` column with the sum of squares of ``x_UD``.
@@ -192,7 +193,10 @@ def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
-    """Apply ``w -= lr * |w| / |r| * r``. The ratio of the norms is 1 if either norm is 0."""
+    """Apply ``w -= lr * |w| / |r| * r``, where ``r`` is the update direction from ``_lamb_direction``.
+
+    The ratio of the norms is 1 if either norm is 0.
+    """
     r = _lamb_direction(rows, h)
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()

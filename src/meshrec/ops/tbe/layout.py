@@ -100,7 +100,7 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """IDs, bags and output range for a feature in a block."""
+    """IDs, bags and output range for a feature in a block, the part of a batch from a single source rank."""
 
     feature: int
     ids: slice
@@ -168,6 +168,8 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
     """Return the first bag index per segment, followed by the bag count: R * K + 1 integers.
 
+    A segment consists of all bags for the same key and block. A batch has R blocks and K keys.
+
     Args:
         num_bags: bag count.
         segments: bounds to check and return, int64 [R * K + 1] on the CPU. None: compute them for a single
@@ -208,7 +210,8 @@ def make_layout(
 
     Args:
         offsets: ID index where each bag starts, followed by N.
-        segments: first bag index per segment, followed by the bag count; or None.
+        segments: first bag index per segment (all bags for the same key and block), followed by the bag
+            count. None: there is a single block, and all keys have the same number of bags.
         num_keys: K.
         keys: key read by every feature, [F].
         dims: feature widths, [F].

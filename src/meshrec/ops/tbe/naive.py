@@ -234,7 +234,8 @@ def clamp_ids(
     Args:
         values: IDs [N].
         offsets: first ID index per bag, followed by N.
-        segments: first bag index per segment, followed by the bag count; or None.
+        segments: first bag index per segment (all bags for the same key and block), followed by the bag
+            count. None: there is a single block, and all keys have the same number of bags.
         num_keys: K.
         keys: key read by every feature, [F].
         tables: table read by every feature, [F].

@@ -128,9 +128,9 @@ def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
 class _Entries(NamedTuple):
     """The gradient contributions of a batch, sorted by table row.
 
-    An entry is an ID read by a feature: the row it reads, the part of the gradient it receives, and a
-    factor. Some entries have no row, because not every feature reads every ID. These are padding and come
-    last.
+    An entry stands for an ID read by a feature. It has the table row of this ID, the part of the output
+    gradient for the row, and a factor for this part. Not every feature reads every ID, so some entries have
+    no row. These are padding, and come last.
     """
 
     grad: Tensor
@@ -156,9 +156,11 @@ class _Entries(NamedTuple):
         return self.first_rows[-1]
 
     def partial_sums(self, fields: Tensor, block: int) -> Tensor:
-        """Sum the parts of long runs, fp32 [parts, block]; see ``triton_kernels.sum_parts``.
+        """Compute partial gradient sums for long runs, fp32 [number of parts, block].
 
-        A run is a sequence of entries with the same row. Result rows that no run needs are uninitialized.
+        A run is a sequence of entries with the same row. The entries are divided into parts of equal length.
+        If a run continues from an earlier part, the result row of a part is the sum over the run's entries in
+        this part. All other result rows are uninitialized. See ``triton_kernels.sum_parts``.
 
         Args:
             fields: ``triton_kernels.TABLE_FIELDS`` per table.

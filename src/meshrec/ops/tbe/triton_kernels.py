@@ -205,12 +205,12 @@ def list_entries(
 ):
     """Write the entries of this program's bags: row, gradient position, factor and table per ID.
 
-    ID ``i`` is entry ``i`` in the round of the lookup. A round has an entry per ID.
+    Entries are arranged in rounds, because several features may read the same ID. A round has an entry for
+    every ID of the batch. In the round of this program's lookup, ID ``i`` gets entry ``i``.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round of every lookup. A round has an entry per ID. Lookups that read the same key are
-            in different rounds.
+        rounds: round of every lookup. Features that read the same key are in different rounds.
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
@@ -291,9 +291,10 @@ def _sum_part(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the gradients from position ``at`` up to the end of the run or of the part: fp32 [RUNS, BLOCK].
+    """Return gradient sums over the entries of runs, from position ``at`` on: fp32 [RUNS, BLOCK].
 
-    Whichever comes first ends the sum. Sums of inactive runs are 0.
+    A sum ends at the end of the run or at the end of the part, whichever comes first. A run that is not
+    ``active`` gets the sum 0.
     """
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([RUNS, BLOCK], tl.float32)
@@ -334,9 +335,10 @@ def sum_parts(
 ):
     """Sum the continuations of runs that span several parts, in parallel.
 
-    The sorted entries are divided into parts with ``_PART`` entries. If the first entry in a part continues a
-    run from the previous part, the run's entries in this part are summed to ``parts[part number]``. A row
-    read by every sample is thus summed by many programs in parallel.
+    A run is a sequence of sorted entries with the same row. The entries are divided into parts with ``_PART``
+    entries. If the first entry in a part continues a run from the previous part, the gradients of the run's
+    entries in this part are summed to ``parts[part number]``. Otherwise this row of ``parts`` is not written.
+    A row read by every sample is thus summed by many programs in parallel.
 
     Args:
         grad: gradient, flat, fp32.
@@ -386,7 +388,7 @@ def load_run_sums(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the gradient sums of the runs that start at ``at``: fp32 [RUNS, BLOCK].
+    """Return the gradient sums of the runs that start at this program's entries: fp32 [RUNS, BLOCK].
 
     An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
 
@@ -397,11 +399,11 @@ def load_run_sums(
         starts: first gradient element, by entry number.
         factors: gradient factor, by entry number.
         parts: sums of later parts, from ``sum_parts``.
-        at: first entry position per run.
-        row: row per run.
-        first: which of the entries start a run.
+        at: positions of this program's entries in sorted order, int64 [RUNS].
+        row: row per entry, [RUNS].
+        first: whether a run starts at the entry, [RUNS]. If not, the result is 0.
         num_entries: entry count.
-        width: row width per run.
+        width: row width per entry, [RUNS].
         ALIGN: see the module docstring.
         RUNS: entries per program.
         BLOCK: row width, padded to a power of two.
@@ -439,10 +441,12 @@ def write_run_sums(
     RUNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient sum of every run to the first state slot of the table, and the row to the second.
+    """Write the gradient sum of every run, and unless DENSE, the row number of the run.
 
-    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row. With DENSE,
-    the row is the output position, and no row numbers are written.
+    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row. The outputs
+    are the tensors whose addresses stand in the state slots of ``tables``: gradient sums in the first slot,
+    row numbers in the second. With DENSE, the output has all rows of the table, and a sum is written at the
+    row's position. Otherwise it is written at the position ``run_ids``.
 
     Args:
         grad: gradient, flat, fp32.

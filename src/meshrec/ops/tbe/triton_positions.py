@@ -13,9 +13,10 @@ from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 
 
 class PositionedLookups(NamedTuple):
-    """All lookups in a batch that read a table, with the positions of bags and output rows.
+    """The lookups in a batch, with the positions of their bags and output rows.
 
-    A lookup is a feature in a block, so there are R lookups per feature.
+    A lookup is a feature in a block. A batch has R blocks, so there are R lookups per feature.
+    `position_lookups` leaves out lookups whose feature has no table (table -1).
     """
 
     fields: Tensor
