@@ -1,6 +1,7 @@
 """Check that boxes tile a tensor, which means that every tensor element is in exactly one box.
 
-A manifest lists a tensor's pieces as boxes. A wrong list would leave elements uninitialized after a load.
+A box is an axis-aligned block of tensor elements, given as offset and shape. A manifest lists a tensor's
+pieces as boxes. A wrong list would leave elements uninitialized after a load.
 """
 
 from collections import Counter
@@ -18,14 +19,15 @@ MAX_SPLIT_DIMS = 6
 def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return an error message saying why the boxes do not tile a tensor, or None if they do.
 
-    The time is linear in the number of boxes. Consider the function that is 1 inside a box and 0 elsewhere.
-    Its differences along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The differences
-    determine the function. Boxes therefore tile the tensor if and only if the signed corners from all boxes
-    add up to the tensor's signed corners.
+    The boxes tile the tensor if every element is in exactly one box. The check takes time linear in the
+    number of boxes, by this argument: consider the function that is 1 inside a box and 0 elsewhere. The
+    differences of this function along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The
+    differences determine the function. Boxes therefore tile the tensor if and only if the signed corners from
+    all boxes add up to the tensor's signed corners.
 
     Args:
         shape: tensor shape.
-        boxes: boxes with as many dimensions as the tensor; boxes without elements are ignored.
+        boxes: pairs (offset, shape), with a value per tensor dimension; boxes without elements are ignored.
     """
     total = prod(shape)
     for offset, size in boxes:

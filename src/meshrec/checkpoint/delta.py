@@ -95,6 +95,7 @@ class RowTracker:
         pieces: list[tuple[str, _LocalRows, int]] = []
 
         def read() -> None:
+            """Collect this rank's changed rows for all tracked tables in ``pieces``."""
             self._check(since)
             pieces.extend(self._pieces(since, also or {}))
 
@@ -113,6 +114,7 @@ class RowTracker:
                 tensors.clear()
 
         def write() -> None:
+            """Raise the first error from assembling tables. Without errors, write the file on rank 0."""
             if errors:
                 raise errors[0]
             if axis.rank == 0:
@@ -129,9 +131,9 @@ class RowTracker:
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
     def _current_update(self) -> int:
-        """Return the number of the update in progress, to be recorded for the rows it changes.
+        """Return the number of the update in progress. The tracker records it for every row changed now.
 
-        The number is greater than every value returned by ``step``.
+        The number is greater than every value returned by ``step`` so far.
         """
         # Take the maximum over tables, because the step of a table that was frozen for a while lags behind.
         # With deferred updates, backward runs before the step counter increases.
@@ -152,11 +154,14 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_LocalRows", int]]:
-        """Return (parameter name, this rank's changed rows, embedding dim) for every tracked table.
+        """Return this rank's changed rows for every tracked table.
 
         Args:
             since: return rows that changed after this update.
             also: IDs of additional rows, by parameter name.
+
+        Returns:
+            Tuples (parameter name, rows, embedding dim).
         """
         changed = []
         for path, module in self._modules.items():
@@ -194,9 +199,14 @@ class Exported(NamedTuple):
 class _LocalRows(NamedTuple):
     """Changed rows of a table on one rank.
 
+    A rank has some rectangles of a table. A rectangle is a range of rows (in a hashed table, of keys) and a
+    range of columns.
+
     Attributes:
-        pieces: changed rows of every local rectangle.
-        evicted: evicted IDs, int64; None for a table with fixed rows, which evicts nothing.
+        pieces: changed rows in every rectangle on the rank, as tuples (IDs [U], first column, end column,
+            rows [U, columns]).
+        evicted: IDs evicted from a hashed table, int64. None for a table that is not hashed, because such a
+            table has a row for every ID and evicts nothing.
     """
 
     pieces: list[_Piece]
@@ -204,7 +214,17 @@ class _LocalRows(NamedTuple):
 
 
 def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
-    """Return the rows of a fixed table's rectangle for ``keys``, and for the ``extra_ids`` inside it."""
+    """Return some rows of a table rectangle, for a table that is not hashed.
+
+    Args:
+        rows: table rectangle, which has a row range and a column range.
+        keys: row indices in the whole table, int64, ascending. All lie in the row range.
+        extra_ids: indices of additional rows to return. Indices outside the row range are ignored. None: no
+            additional rows.
+
+    Returns:
+        Distinct row indices [U], first column, end column, and the rows [U, columns] on the CPU.
+    """
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
         keys = _union(keys, extra_ids, r0, r1)
@@ -275,7 +295,11 @@ def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Expor
 
 
 def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
-    """Join the columns of rows that are split over rectangles.
+    """Join changed rows from all rectangles of a table, which may be split by rows and by columns.
+
+    Args:
+        pieces: tuples (IDs, first column, end column, rows).
+        dim: embedding dim.
 
     Returns:
         The distinct IDs, int64 [U], ascending, and their full rows [U, dim].

@@ -93,9 +93,10 @@ def all_checkpoints(path: str | Path) -> list[Path]:
 
 
 def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return two mappings from step to finished checkpoint: for the last and for the best checkpoints.
+    """Return two dicts from step to finished checkpoint.
 
-    The second is empty unless ``path`` is a run.
+    For a run, the first dict has the run's latest checkpoints, and the second has its best checkpoints on
+    validation data. For any other folder, the first dict has all checkpoints, and the second is empty.
     """
     if not _is_run(path):
         return _finished(path), {}

@@ -1,9 +1,12 @@
 """Load a table whose rows are found by ID, because it is hashed in the model, in the checkpoint, or in both.
 
-A hashed table assigns rows to IDs as they occur, and places an ID by its key, a hash of the ID. A checkpoint
-stores the rows in key order, together with a tensor ``ids``. To load it, every rank reads all IDs, and then
-the rows whose keys lie in the rank's rectangles. A fixed table's checkpoint has no IDs, because row i belongs
-to ID i. A hashed table can load a fixed table's checkpoint, and vice versa: the row of ID i becomes row i.
+A hashed table assigns rows to IDs as they occur, and places an ID by its key, a hash of the ID. In a fixed
+table, row i belongs to ID i. A rectangle is the part of a table on a rank: a range of rows (in a hashed
+table, of keys) and a range of columns.
+
+A hashed table's checkpoint stores the rows in key order, together with a tensor ``ids``. To load it, every
+rank reads all IDs, and then the rows whose keys lie in the rank's rectangles. A fixed table's checkpoint has
+no IDs. A hashed table can load a fixed table's checkpoint, and vice versa: the row of ID i becomes row i.
 
 All functions read block by block, so a table may be larger than memory.
 """
@@ -33,12 +36,12 @@ _BLOCK_ROWS = 1 << 16
 
 
 class HashedTarget(NamedTuple):
-    """Hashed table in the model, to be loaded.
+    """Hashed table in the model, into which a checkpoint is to be loaded.
 
     Attributes:
         path: module path of the table.
-        tables: rectangles of the table on this rank.
-        storage: row format, key settings and row limits.
+        tables: parts of the table on this rank. A part has a range of keys and a range of columns.
+        storage: row format, the settings of the hash from IDs to keys, and row limits.
         rows_loaded: function to call after a load, which counts the table's rows over all ranks. Collective.
     """
 
@@ -48,7 +51,7 @@ class HashedTarget(NamedTuple):
     rows_loaded: Callable[[], object]
 
     def names(self) -> list[str]:
-        """Return the names of the table's tensors in the state dict, without the module path."""
+        """Return the state dict names of the table's tensors, without the module path, such as ``weight``."""
         return state_dict_names(self.storage)
 
 
@@ -141,25 +144,30 @@ def load_hashed(
 
 
 class LoadableRows(Protocol):
-    """Interface of a table rectangle into which rows can be loaded."""
+    """Interface of a table part on a rank (a range of rows and of columns) into which rows can be loaded."""
 
     @property
     def rectangle(self) -> Rectangle:
-        """Key range and column range."""
+        """Range of rows (in a hashed table, of keys) and range of columns."""
 
     def load(self, blocks: Iterable[RowBlock]) -> None:
-        """Write row blocks into the table. A block may have only some row parts, such as the weight."""
+        """Write row blocks into the table.
+
+        A block may lack some of the table's tensors. For example, it may have the weight without optimizer
+        state.
+        """
 
 
 class WholeRows:
-    """Unsharded table with fixed rows, which live in an ordinary parameter.
+    """Unsharded table that is an ordinary parameter, in which row i belongs to ID i.
 
     Args:
         weight: parameter [num_rows, dim].
 
     Attributes:
-        rectangle: key and column range, which cover the whole table.
-        tensors: weight and optimizer state by name. Callers add the state before `load`.
+        rectangle: range of rows and of columns, which cover the whole table.
+        tensors: tensors to load into, by name. Initially only ``weight``. A caller that loads optimizer state
+            adds its tensors before `load`.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -176,11 +184,11 @@ class WholeRows:
 
 
 class FixedTarget(NamedTuple):
-    """Table with fixed rows in the model, to be loaded.
+    """Fixed table in the model (row i belongs to ID i), into which a checkpoint is to be loaded.
 
     Attributes:
         path: module path of the table.
-        tables: rectangles of the table on this rank.
+        tables: parts of the table on this rank. A part has a range of rows and a range of columns.
         num_rows: row count of the unsharded table.
         dim: column count of the unsharded table.
         rows_loaded: function to call after a load, so batches in flight look up their rows again.
@@ -194,7 +202,7 @@ class FixedTarget(NamedTuple):
 
 
 def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
-    """Return a module's trainable tables with fixed rows, by module path."""
+    """Return a module's trainable tables that are not hashed, by module path."""
     module = item.module if isinstance(item, DistributedModelParallel) else item
     targets: dict[str, FixedTarget] = {}
     for path, child in module.named_modules():
@@ -216,7 +224,7 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
 
 
 def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
-    """Check that every ID has a row in a fixed table.
+    """Check that every ID has a row in a table in which row i belongs to ID i.
 
     Args:
         ids: blocks of IDs, int64 [N].
@@ -246,7 +254,9 @@ def check_ids(ids: Iterable[Tensor], num_rows: int, table: str) -> int:
 
 
 def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, prefix: str) -> None:
-    """Check that a fixed table can load the rows of a table that is hashed in the checkpoint.
+    """Check that a fixed table in the model can load a table that is hashed in the checkpoint.
+
+    In a fixed table, row i belongs to ID i.
 
     Args:
         target: table to load.
@@ -300,14 +310,14 @@ def load_fixed(
 
 
 def rows_by_id(table: LoadableRows, ids: Tensor, parts: Mapping[str, Tensor]) -> Iterable[RowBlock]:
-    """Select the rows that belong to a fixed table's rectangle, and yield them as a row block.
+    """Select the rows that belong to a part of a fixed table, and yield them as a single row block.
 
-    Yields nothing if the rectangle contains none of the IDs.
+    If none of the IDs is in the part's row range, yield nothing.
 
     Args:
-        table: the rectangle.
-        ids: row IDs, int64 [N], in any order.
-        parts: weight and optimizer state by name, [N] (a value per row) or [N, D].
+        table: part of the table, with a row range and a column range. Row i belongs to ID i.
+        ids: IDs of the rows, int64 [N], in any order.
+        parts: weight and optimizer state by name, [N] (a value per row) or [N, D], with all columns.
     """
     r = table.rectangle
     inside = ((ids >= r.r0) & (ids < r.r1)).nonzero()[:, 0]

@@ -219,9 +219,10 @@ class CheckpointManager:
             yield step
 
     def _remove_old(self, saved: int) -> None:
-        """Remove checkpoints of steps up to ``saved`` that need not be kept, and all incomplete ones.
+        """Remove the checkpoints of steps up to ``saved``, except for the checkpoints to keep.
 
-        Runs on rank 0 only; after a background save, in the thread that completed the checkpoint.
+        Complete checkpoints are kept according to ``keep_last`` and ``keep_every``, incomplete ones never.
+        Called on rank 0 only. After a background save, called in the thread that completed the checkpoint.
         """
         # Steps after ``saved`` are kept: training may have returned to an earlier step.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
@@ -240,20 +241,27 @@ class _FolderCheckpoints:
         self._folder = folder
 
     def address(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
         return self._folder / step_name(step)
 
     def steps(self) -> dict[int, bool]:
+        """Return the steps with a checkpoint folder. The value is True if the folder has a manifest."""
         names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
         steps = [step for step in map(step_of, names) if step is not None]
         return {step: (self.address(step) / MANIFEST).exists() for step in steps}
 
     def check(self, step: int) -> None:
-        """Raise an error if a checkpoint is damaged; the data itself is not verified."""
+        """Raise an error if a checkpoint's manifest, file sizes or headers are damaged.
+
+        Tensor values are not verified.
+        """
         read_manifest(self.address(step))
 
     def remove(self, step: int) -> None:
+        """Remove a checkpoint, finished or not."""
         remove_checkpoint(self.address(step))
 
     @contextmanager
     def opened(self, step: int, _: Axis) -> Iterator[Path]:
+        """Context manager that yields the folder of a step's checkpoint, from which ranks can read."""
         yield self.address(step)

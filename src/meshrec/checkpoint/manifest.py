@@ -184,7 +184,7 @@ class Manifest:
 
     @cached_property
     def contents(self) -> list[list["TensorPiece"]]:
-        """Pieces in every data file, in byte order. Outer list: as ``files``."""
+        """Pieces by data file: for every entry in ``files``, a list of the file's pieces in byte order."""
         by_file: list[list[TensorPiece]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             for piece in record.pieces:
@@ -276,7 +276,7 @@ def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Seq
 
 
 def tensor_label(name: str) -> str:
-    """Return how to call a tensor in an error message.
+    """Return a description of a tensor for error messages, such as ``tensor 'model.weight'``.
 
     The name is cut to 200 characters, because a hostile manifest may contain very long names.
     """
@@ -378,8 +378,9 @@ def _check_contents(manifest: Manifest) -> None:
 def _check_values(manifest: Manifest) -> None:
     """Raise DamageError if an entry's values are invalid, or do not refer to exactly the entry's tensors.
 
-    The check decodes the values with an empty stand-in for every tensor, and encodes them again. Encoding
-    names tensors by position, so a stand-in with another name shows that the manifest exchanged tensors.
+    The values refer to tensors by name. The check decodes the values with an empty placeholder for every
+    tensor, and encodes them again. Encoding names a tensor after its position in the values. If a placeholder
+    gets another name than before, the manifest has the tensor at a wrong position.
     """
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
@@ -393,6 +394,7 @@ def _check_values(manifest: Manifest) -> None:
 
         # The same stand-in for the same name, so that identity shows which name belongs to a position.
         def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
+            """Return the empty tensor that stands for the tensor ``name``, always the same for a name."""
             return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
 
         try:
@@ -486,7 +488,7 @@ def _file_from_json(encoded: Any) -> DataFile:
 
 
 def _dims(encoded: Any, label: str) -> tuple[int, ...]:
-    """Parse and validate a tensor shape."""
+    """Parse and validate a tensor shape. ``label`` names the shape in errors."""
     shape = integers(encoded, label)
     integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)
     return shape

@@ -46,9 +46,9 @@ def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
 
 
 def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
-    """Create optimizer state for the parameters that have state in the checkpoint, but not yet here.
+    """Create state for the optimizer's parameters that have state in the checkpoint, but no state here yet.
 
-    Torch optimizers create state only in their first step, and a load fills existing tensors.
+    Torch optimizers create state only in their first step, but a load needs existing tensors to fill.
 
     Args:
         optimizer: optimizer to load.
@@ -90,7 +90,7 @@ def select_local_state(content: Any, item: Any, state: Mapping[str, Any]) -> Any
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter for all modules in a training state."""
+    """Yield pairs (name, parameter) for all parameters of the modules in a training state."""
     for item in state.values():
         if isinstance(item, nn.Module):
             yield from item.named_parameters()

@@ -30,9 +30,10 @@ class DeltaPublisher:
         model: the model. From now on, the publisher records which rows of fused tables change.
         folder: folder for deltas. If it already has deltas, the next delta continues their numbers.
         run: run name, also stored in packages exported from the run's checkpoints.
-        step: last training step.
-        after: last delta contained in the model's weights: the value of `last` when they were saved. If None,
-            it is unknown, and the rows in all deltas after ``step`` are published again.
+        step: training step of the model's weights.
+        after: last delta contained in the model's weights, which is the value of `last` when the weights were
+            saved. If None, this delta is unknown, and the next delta repeats the rows of all deltas after
+            ``step``.
 
     Attributes:
         last: last published delta; None before the first.
@@ -57,6 +58,7 @@ class DeltaPublisher:
         self._step, self._updates = step, self._tracker.step
 
         def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
+            """Return the result of `_find_last_delta` on rank 0, and (None, {}) on all other ranks."""
             try:
                 return self._find_last_delta(step, after) if self._axis.rank == 0 else (None, {})
             except DeltaError as error:
@@ -91,6 +93,10 @@ class DeltaPublisher:
         whole = self._untracked_weights()
 
         def finish() -> Published | None:
+            """Write the delta's other files on rank 0, and return a reference to the delta.
+
+            Other ranks write nothing, and return None.
+            """
             if self._axis.rank:
                 return None
             write_tensors(dense_path, whole)
@@ -119,17 +125,18 @@ class DeltaPublisher:
     def _find_last_delta(
         self, step: int, after: Published | None
     ) -> tuple[Published | None, dict[str, Tensor]]:
-        """Find the last delta in the folder, and the rows changed by deltas that the weights lack.
+        """Find the last delta in the folder, and the rows which the next delta must repeat.
 
-        A resumed run may start from older weights than servers which applied later deltas. The next delta
-        must then contain these rows, so that the servers get the run's values.
+        A resumed run may start from weights that are older than the last delta. Servers may have applied the
+        later deltas already. The next delta must then contain all rows in the later deltas, so that the
+        servers get the run's values.
 
         Args:
             step: training step of the weights.
             after: last delta contained in the weights; None: unknown.
 
         Returns:
-            The last delta (None: no delta), and by table the distinct IDs in deltas that the weights lack.
+            The last delta, or None if no delta exists, and the distinct IDs in later deltas by table name.
 
         Raises:
             DeltaError: a delta after ``after`` is missing or damaged.

@@ -20,7 +20,7 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
 
     Args:
         seed: run seed.
-        stream: name of the numbers' purpose. Different names give independent random numbers.
+        stream: name for the purpose of the random numbers. Different names give independent numbers.
     """
     # random.Random hashes strings with SHA-512, so all processes get the same seed, unlike with `hash`.
     source = random.Random(f"{seed}/{stream}")

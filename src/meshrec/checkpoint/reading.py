@@ -36,7 +36,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest, and compare it with the sizes and headers of the data files.
 
     If this succeeds, the data files contain every tensor completely, under the listed names, dtypes, shapes
-    and positions. The tensor values are not read yet; they are verified when they are.
+    and positions. The tensor values are not read here. They are verified when a load reads them.
 
     Args:
         folder: checkpoint folder.

@@ -3,6 +3,8 @@
 A file has the columns ``id`` (int64), ``row`` (list of ``dim`` floats) and, if requested, a column per
 optimizer state tensor, such as ``exp_avg``. Export and import work block by block, so a table may be larger
 than memory.
+
+A row part is a tensor with a value or a vector per table row: the weight, or an optimizer state tensor.
 """
 
 import json
@@ -116,6 +118,7 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
         files: list[Any] = []
 
         def check() -> None:
+            """Open the file, append it to ``files``, and check that all rows can be imported."""
             files.append(stack.enter_context(parquet.ParquetFile(source, page_checksum_verification=True)))
             _check_file(files[0], source, target)
 
@@ -135,7 +138,8 @@ class _ImportTarget(NamedTuple):
     Attributes:
         module: embedding collection with the table.
         path: module path of the table.
-        tables: rectangles of the table on this rank.
+        tables: parts of the table on this rank. A part has a range of rows (in a hashed table, of keys) and a
+            range of columns.
         dim: column count of the unsharded table.
         max_rows: row count of a fixed table, or maximum row count of a hashed table.
         seed: seed of the hash from IDs to keys, for a hashed table; None for a fixed table.
@@ -336,28 +340,33 @@ def _values(array: Any, is_per_row: bool) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor:
+    """Copy NumPy values to a tensor."""
     return torch.from_numpy(np.array(values))  # a copy: Arrow's memory is read-only
 
 
 def _column(part: str) -> str:
-    """Return the Parquet column for a row part."""
+    """Return the name of a row part's Parquet column: ``row`` for ``weight``, else the same name."""
     return _ROW if part == "weight" else part
 
 
 def _part(column: str) -> str:
-    """Return the row part for a Parquet column."""
+    """Return the name of a Parquet column's row part: ``weight`` for ``row``, else the same name."""
     return "weight" if column == _ROW else column
 
 
 def _arrow_type(pa: Any, manifest: Manifest, name: str) -> Any:
-    """Return the Arrow type of the column for a checkpoint tensor: floats, or lists of floats."""
+    """Return the Arrow type of the Parquet column for a checkpoint tensor.
+
+    The type is float32 (float16 for an fp16 tensor) for a tensor [N], and a fixed-size list of such values
+    for a tensor [N, dim].
+    """
     record = manifest.tensors[name]
     kind = pa.float16() if record.dtype == torch.float16 else pa.float32()
     return kind if len(record.shape) == 1 else pa.list_(kind, record.shape[1])
 
 
 def _arrow_array(pa: Any, values: Tensor, kind: Any) -> Any:
-    """Convert values [N] or [N, dim] to an Arrow array."""
+    """Convert values [N] or [N, dim] to an Arrow array. ``kind`` is the type from `_arrow_type`."""
     # Arrow has no bfloat16.
     values = values.float() if values.dtype == torch.bfloat16 else values
     if values.dim() == 1:

@@ -110,10 +110,9 @@ def async_save(
 ) -> "PendingSave":
     """Save the current training state in the background. Collective; see `save`.
 
-    Every rank forks a child process, whose memory keeps the values from the time of the call, and which
-    writes them to a file. The call returns after the fork. Until the file is written, the kernel copies every
-    memory page changed by training. Device tensors, and memory shared between processes, are copied before
-    the fork.
+    Every rank forks a child process and returns. The child's memory keeps the values from the time of the
+    call, and the child writes them to a file. Until the file is written, the kernel copies every memory page
+    that training changes. Device tensors, and memory shared between processes, are copied before the fork.
 
     Call this function from a thread that outlives the save, and ``wait`` for the save before the process
     ends.
@@ -167,6 +166,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     undo: list[Callable[[], object]] = []
 
     def read_and_prepare() -> set[str]:
+        """Read the manifest, prepare the load in ``prepared``, and return the names of tensors to read."""
         # A path that is not a run goes to read_manifest unchanged, whose error then names it.
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
         prepared["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
@@ -177,6 +177,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         return loading.names
 
     def fill(tensors: dict[str, Tensor]) -> None:
+        """Read the values of ``tensors`` (by checkpoint name) from the checkpoint, in place. Collective."""
         with _convert_dcp_errors(f"loading {folder}"):
             dcp_load(
                 tensors,
@@ -213,8 +214,10 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 class PendingSave:
     """A checkpoint save running in the background.
 
-    The phases on every rank: a child process writes the data file and then a note; with a store, a thread
-    uploads both. On rank 0, the thread waits for the notes from all ranks, and then writes the manifest.
+    On every rank, a child process writes the data file, and then the note, a small file with the positions of
+    the tensor pieces in the data file. With a store, a thread on every rank then uploads both files. Rank 0
+    always has a thread. It waits for the notes from all ranks, and then writes the manifest, which completes
+    the checkpoint.
 
     Args:
         job: the save, whose writer processes are running.
@@ -265,6 +268,7 @@ class PendingSave:
         snapshot = self._job.writer.snapshot
 
         def finish_local_part() -> None:
+            """Wait until this rank's files are written and uploaded. Raise the error if this failed."""
             if snapshot is not None:
                 snapshot.wait()
             self._uploaded.wait()
@@ -358,7 +362,7 @@ class PendingSave:
             self._after()
 
     def _has_all(self, notes: Collection[Path]) -> bool:
-        """Return whether all notes exist, in the folder or in the store."""
+        """Return whether all notes exist: in the store if there is a store, else in the folder."""
         if self._store is None:
             return all(note.exists() for note in notes)
         return {note.name for note in notes} <= set(self._store.names())
@@ -388,6 +392,10 @@ class _Save:
         self._lock: int | None = None
 
         def gather() -> _RankShare:
+            """Collect this rank's state, and return the data to send to all ranks.
+
+            Rank 0 also creates the folder, with a mark that identifies the save.
+            """
             self._collected = collected = collect(state, axis.rank)
             if axis.rank == 0:
                 check_target(path)
@@ -482,7 +490,7 @@ class _Save:
             folder.remove()
 
     def _release(self) -> None:
-        """Release the lock on the save's mark, if this rank holds it."""
+        """Release the lock on the save's mark (the file that identifies an unfinished save), if held here."""
         lock, self._lock = self._lock, None
         if lock is not None:
             release(lock)
@@ -492,9 +500,10 @@ class _RankShare(NamedTuple):
     """Data that a rank sends to all ranks when a save starts.
 
     Attributes:
-        nonce: random ID. Rank 0's becomes the ID of the save, which its file names contain.
-        values: kind and plain values of the entries of which the rank has only a part, by entry name.
-        names: entry names of the tensors in these entries, by tensor name.
+        nonce: random ID. All ranks use rank 0's ID, which becomes part of the file names.
+        values: by entry name, the kind and plain values of partial entries. A partial entry is an entry of
+            the training state that is split over ranks, such as a model split into pipeline stages.
+        names: by tensor name, the name of the partial entry to which the tensor belongs.
     """
 
     nonce: str
@@ -504,7 +513,10 @@ class _RankShare(NamedTuple):
 
 @contextmanager
 def _convert_dcp_errors(action: str) -> Iterator[None]:
-    """Convert DCP's CheckpointException to a CheckpointError or ValueError, equal on all ranks."""
+    """Context manager that replaces DCP's CheckpointException by the error from `combined`.
+
+    The error names the failed ranks, and is the same on all ranks.
+    """
     with warnings.catch_warnings():
         # DCP warns without a process group, which is a supported case here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -84,7 +84,13 @@ class Snapshot:
 
     @classmethod
     def _fork(cls, path: Path, frozen: "SnapshotParts", note: Path) -> "Snapshot":
-        """Fork the writer process, again if it does not start; see `start`."""
+        """Fork the writer process for `start`, which describes the arguments.
+
+        If the child does not report in time that it runs, kill it and fork again, up to `_TRIES` times.
+
+        Raises:
+            CheckpointError: no child has reported.
+        """
         prctl = _prctl()
         parent = os.getpid()
         # The child inherits the buffers, and would write their content a second time.
@@ -281,6 +287,7 @@ class _InlineExecutor(Executor):
     """Executor that runs functions in the calling thread, because a forked child has no other threads."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call ``function`` at once, and return a completed future. Errors are raised here."""
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future

@@ -150,7 +150,8 @@ class Loading(NamedTuple):
             stateful objects and random number generators. To be filled from the checkpoint.
         accept: function that passes the filled ``fresh`` to stateful objects, which may raise.
         tensors: tensors of modules and optimizers, to be filled in place.
-        fill: function that reads tables with rows by ID, which DCP cannot read, from the checkpoint folder.
+        fill: function that reads tables which are hashed in the model or in the checkpoint. DCP cannot read
+            them, because their rows are found by ID. The argument is the checkpoint folder.
         exchange_row_counts: function that counts the rows of hashed tables over all ranks. Collective.
         finish: function that passes the filled state to modules and optimizers, and replaces plain values.
     """
@@ -245,6 +246,7 @@ def prepare(
         finishers.append(functools.partial(set_random_state, generators))
 
     def finish() -> None:
+        """Finish the load of all entries and random number generators; see `Loading.finish`."""
         for finisher in finishers:
             finisher()
 
@@ -268,7 +270,9 @@ def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[C
 
 
 def _check_references(entry: str, kind: str, content: Any, current_content: Any) -> None:
-    """Raise DamagedCheckpointError if tensors have other positions in the checkpoint than in the state.
+    """Raise DamagedCheckpointError unless checkpoint and state have the same tensors at the same positions.
+
+    A position is the path of keys and indices to a tensor in the entry's content.
 
     Args:
         entry: entry name.
@@ -324,14 +328,15 @@ def _residuals(
 
 
 class _TablesById(NamedTuple):
-    """Tables whose rows are found by ID, which DCP cannot load because it only knows row numbers.
+    """Tables whose rows must be found by ID, because they are hashed in the model or in the checkpoint.
 
-    Tables are identified by the prefix of their tensor names in the checkpoint, such as
-    "model.ebc.embedding_bags.items.".
+    DCP cannot load such tables, because it only knows row numbers. Tables are identified by the prefix of
+    their tensor names in the checkpoint, such as "model.ebc.embedding_bags.items.".
 
     Attributes:
         hashed: tables that are hashed in the model, by prefix.
-        fixed: tables that are fixed in the model but hashed in the checkpoint, by prefix.
+        fixed: tables that are hashed in the checkpoint but not in the model, where row i belongs to ID i; by
+            prefix.
         slots: by prefix, names of optimizer state tensors in the checkpoint, by slot (such as "exp_avg").
         names_by_entry: names of all tensors of these tables, by entry of the training state.
     """
@@ -346,7 +351,7 @@ class _TablesById(NamedTuple):
         return self.names_by_entry.get(entry, set())
 
     def read(self, manifest: Manifest) -> set[str]:
-        """Return the names of all tensors of these tables in the checkpoint."""
+        """Return the names of these tables' tensors in a checkpoint, for all entries, which `fill` reads."""
         return {name for names in self.names_by_entry.values() for name in names if name in manifest.tensors}
 
     def fill(self, folder: Path, manifest: Manifest) -> None:
@@ -466,8 +471,8 @@ def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
 def merge_values(first: Any, second: Any, where: str) -> Any:
     """Merge the encoded values (JSON) of a state entry from two ranks that each have a part of it.
 
-    Dicts are merged by key. Lists of dicts, such as parameter groups, are merged by position; of other lists,
-    the result has all distinct items.
+    Dicts are merged by key. Lists of dicts, such as parameter groups, are merged by position. Two other lists
+    are merged to the first list, followed by the items that only the second list has.
 
     Args:
         first: values on a rank.
@@ -498,7 +503,7 @@ def merge_values(first: Any, second: Any, where: str) -> Any:
 def _fill_targets(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, keeps_names: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Prepare to load a module or optimizer in place: return the tensors, and how to finish.
+    """Prepare to load a module or optimizer in place.
 
     Args:
         entry: entry name.
@@ -520,6 +525,7 @@ def _fill_targets(
 
     # Called once the tensors are filled. load_state_dict runs the hooks and restores non-tensor values.
     def finish() -> None:
+        """Call the item's ``load_state_dict`` with the filled tensors."""
         if kind == _MODULE and (hashed or keeps_names):  # filled in place; called for load_state_dict hooks
             names_loaded_by_id = {
                 f"{path}.{name}" for path, hashed_target in hashed.items() for name in hashed_target.names()
@@ -591,6 +597,7 @@ def _select_common(
         )
 
     def finish() -> None:
+        """Call the module's ``load_state_dict`` with its own state dict."""
         # Tensors have been filled in place. Called for a custom load_state_dict and its hooks.
         module.load_state_dict(module.state_dict())
 
@@ -618,6 +625,7 @@ def _restorer(
     """
 
     def finish() -> None:
+        """Pass the saved value to the object, or put it into ``state``; see `_restorer`."""
         value = decode(content, buffers.__getitem__)
         if kind == _STATEFUL:
             item.load_state_dict(value)

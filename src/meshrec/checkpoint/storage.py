@@ -64,7 +64,8 @@ class Writer(StorageWriter):
         snapshot: forked process, set by `write_data`. None without ``background``, or if this rank writes
             nothing.
         written: written files by rank. Set on rank 0 by `finish`, or with ``background`` from the notes.
-        items: for every rank, the written pieces, in order. Set on rank 0 by `prepare_global_plan`.
+        items: by rank, DCP's indices (name and offset) for the written pieces, in file order. Set on rank 0
+            by `prepare_global_plan`.
         metadata: DCP's metadata by tensor name. Set on rank 0 by `finish`.
     """
 
@@ -79,9 +80,11 @@ class Writer(StorageWriter):
         """Do nothing, because a writer is used for a single save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Record this process's rank, which DCP passes as ``rank``."""
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -135,12 +138,13 @@ class Writer(StorageWriter):
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(self, entries: Mapping[str, str]) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """Return the content of the manifest: the written files in rank order, and tensor records by name.
-
-        Only on rank 0.
+        """Return the files and tensors to list in the manifest. Call it on rank 0 only.
 
         Args:
             entries: name of the state entry to which a tensor belongs, by tensor name.
+
+        Returns:
+            Written files in rank order, and tensor records by tensor name.
         """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(self.written)
@@ -193,9 +197,11 @@ class CheckpointReader(StorageReader):
         """Do nothing, because the manifest has been read already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

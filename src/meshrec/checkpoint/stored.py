@@ -111,6 +111,7 @@ class ObjectStore:
         self.remove(name)
 
     def _path(self, name: str) -> str:
+        """Return the path of the file ``name`` in pyarrow's file system."""
         return f"{self._root}/{name}"
 
 
@@ -134,14 +135,14 @@ class StoredCheckpoints:
         return self._store.under(step_name(step))
 
     def steps(self) -> dict[int, bool]:
-        """Return the steps with objects in the store, each with whether it has a manifest."""
+        """Return the steps with objects in the store. The value is True if the step has a manifest."""
         complete: dict[int, bool] = {}
         for step, name in self._objects():
             complete[step] = complete.get(step, False) or name == MANIFEST
         return complete
 
     def check(self, step: int) -> None:
-        """Do nothing. Checking would need a download; `load` checks the files after it."""
+        """Do nothing, because a check needs a download. A load checks the files after the download."""
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, finished or not."""
@@ -179,6 +180,7 @@ class StoredCheckpoints:
         scratch = self._local / f"{_KIND}-{token}"
 
         def download() -> None:
+            """Download the checkpoint to ``scratch`` if this is the first rank on its host."""
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with suppress(FileExistsError):  # hosts may share the folder
                     self.new_scratch(token)
