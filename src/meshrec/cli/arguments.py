@@ -32,7 +32,10 @@ class UsageError(ValueError):
 
 @_REGISTRY.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """tyro rule for optional types: ``int | None`` is given as an integer or as the word ``none``."""
+    """tyro rule for optional types: ``int | None`` is given as an integer or as the word ``none``.
+
+    Return None for all other types, to which the rule does not apply.
+    """
     # A rule returns None for types to which it does not apply.
     inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
     # Not of the form X | None.
@@ -54,7 +57,10 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 @_REGISTRY.primitive_rule
 def _tuple_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """tyro rule for lists: ``tuple[int, ...]`` is given as at least one value after the option."""
+    """tyro rule for lists: ``tuple[int, ...]`` is given as at least one value after the option.
+
+    Return None for all other types, to which the rule does not apply.
+    """
     match get_args(info.type):
         case (element, dots) if get_origin(info.type) is tuple and dots is Ellipsis:
             inner = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(element, info.markers))
@@ -83,7 +89,11 @@ def _require_words(words: list[str]) -> list[str]:
 
 @_REGISTRY.primitive_rule
 def _python_only_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """tyro rule for features and data frames, which only Python can create: refuse every value."""
+    """tyro rule for types with values that only Python can create: `Features`, data frames, and ``Any``.
+
+    An option of such a type refuses every value. Return None for all other types, to which the rule does not
+    apply.
+    """
     if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
         return None
     return PrimitiveConstructorSpec(
@@ -139,7 +149,7 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
 
 
 def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[Any, list[str]]:
-    """Parse those arguments that an options class has.
+    """Parse the options in a class, and return all other arguments unparsed.
 
     Args:
         kind: options class.

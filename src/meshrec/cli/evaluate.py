@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
 
     def work(ranks: Ranks) -> None:
+        """Evaluate on all ranks. Rank 0 prints the metrics, and writes the JSON file if requested."""
         scorer = open_scorer(options, run, ranks, labelled=True)
         result = evaluate_scorer(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
         # Only rank 0 has the result.

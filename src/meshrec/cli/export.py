@@ -171,7 +171,9 @@ def _propose_refit(run: RunFolder) -> None:
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
     """Compute the item vectors of a two-tower model, and write them to the file ``--vectors``.
 
-    A Parquet file also has the columns of --items, or the item or row which a vector belongs to.
+    A Parquet file has the column ``vector``, and columns that identify the items. With --items, these are the
+    columns of that data. Without it, they are ``item``, or, if the data has no catalog, ``row`` and the value
+    of the tower's only feature.
 
     Args:
         options: options of the command.

@@ -118,6 +118,7 @@ class InspectOptions:
 
     @property
     def csv_format(self) -> CsvFormat:
+        """CSV format given by --delimiter, --decimal-point and --encoding."""
         return CsvFormat(delimiter=self.delimiter, decimal_point=self.decimal_point, encoding=self.encoding)
 
 
@@ -257,7 +258,9 @@ def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
 
 
 def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
-    """Read data files, and yield the rows as tables, with up to `_ROWS` rows for Parquet.
+    """Read data files, and yield the rows as tables.
+
+    A CSV file is a single table. A Parquet file is split into tables of up to `_ROWS` rows.
 
     Args:
         paths: files, folders or patterns.
@@ -277,6 +280,7 @@ def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Ite
     names: list[str] | None = None
 
     def check(file: File, names_of_file: list[str]) -> None:
+        """Raise DataError if a file has other columns than the first file."""
         nonlocal names
         names = names or names_of_file
         differ = sorted(set(names) ^ set(names_of_file))
@@ -408,7 +412,10 @@ def _column_lines(proposal: "Proposal") -> list[str]:
 
 
 def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
-    """Return the recipe's source line for the loss, and the name to import; both empty for binary labels."""
+    """Return the recipe's source line for the loss, and a list with the class name to import.
+
+    Both are empty for binary labels, because the default loss is used.
+    """
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]
     if labels[0].kind == "class":

@@ -89,6 +89,7 @@ class _WithoutCurrentFolder(list[str]):
     """
 
     def extend(self, paths: Iterable[str]) -> None:
+        """Append the paths, except for the current folder."""
         super().extend(path for path in paths if path != os.getcwd())
 
 

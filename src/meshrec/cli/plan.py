@@ -75,7 +75,7 @@ class PlanOptions:
     across_nodes: AcrossNodes | None = None
     """Data exchanged between nodes, for the cost model: bag sums, or distinct rows; none: sums."""
     packed_ids: bool = False
-    """Assume packed IDs between nodes, if the log of a run with rows across nodes reports them."""
+    """Assume bit-packed IDs between nodes. Set it if the log of a run with rows across nodes reports them."""
     time_limit: float = 30.0
     """Seconds after which the search stops and returns the best plan so far."""
     max_work: float | None = None
@@ -185,7 +185,7 @@ def _check_values(options: PlanOptions) -> None:
 
 
 def _find_source(options: PlanOptions) -> Path:
-    """Return the path of SOURCE, or without SOURCE, of the plan in the run given by ``--compare``."""
+    """Return the path of SOURCE. If it is missing, return the plan of the run given by ``--compare``."""
     if options.source is not None:
         return _plan_of_run(options.source)
     if options.compare is None:
@@ -203,7 +203,7 @@ def _plan_of_run(path: Path) -> Path:
 
 
 def _run_folder_of(compare: Path) -> Path:
-    """Return the run folder for the value of ``--compare``, a run folder or a phases.jsonl in it."""
+    """Return the run folder for the value of ``--compare``, which is the folder or a phases.jsonl in it."""
     return compare if compare.is_dir() else compare.parent
 
 
@@ -287,7 +287,7 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
 
 
 def _node_options(options: PlanOptions) -> dict[str, Any]:
-    """Return the `Topology` fields about the exchange between nodes."""
+    """Return the `Topology` fields that describe the exchange between nodes, by field name."""
     return {"across_nodes": options.across_nodes or "sums", "packed_ids": options.packed_ids}
 
 

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
 
     def work(ranks: Ranks) -> None:
+        """Score the data on all ranks. Rank 0 writes the file."""
         scorer = open_scorer(options, run, ranks, labelled=False)
         curve = (
             None if options.calibration is None else fit_run_curve(run, scorer, ranks, options.calibration)

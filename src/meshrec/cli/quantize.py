@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     budget = None if options.max_loss is None else _parse_fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:
+        """Quantize the run's tables, save the checkpoint, and print the result."""
         quantised = quantize_run(
             run,
             ranks,

@@ -50,7 +50,11 @@ def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> 
 
 
 def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
-    """Yield every option in an options class, with the first clause of the field's docstring."""
+    """Yield pairs (option, summary) for the fields in an options class, such as ("--name NAME", "Run name").
+
+    The summary is the first clause of the field's docstring. Switches do not have a placeholder such as NAME.
+    Fields without a default are left out.
+    """
     # Field docstrings exist only in the source code.
     (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(of_class, ast.ClassDef)
@@ -63,7 +67,10 @@ def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
 
 
 def _option_words(prefix: str, value: Any) -> Iterator[str]:
-    """Yield ``--PREFIX.FIELD VALUE`` for every field in a dataclass.
+    """Yield the option and current value for every field in a dataclass, as ``--PREFIX.FIELD VALUE``.
+
+    For a switch, yield the option that changes the current value. For a nested dataclass, yield the number of
+    options in it.
 
     Args:
         prefix: group name, such as "training".

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     run = options.folder()
 
     def work(ranks: Ranks) -> None:
+        """Find the best items on all ranks. Rank 0 writes the file."""
         from meshrec.runs.recommending import load_recommender, recommendations, write_recommendations
 
         recommender = load_recommender(

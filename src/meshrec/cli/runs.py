@@ -218,14 +218,14 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
 
 
 def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, str]:
-    """Format a figure, with the change from the first run, and return it with a verdict.
+    """Return a table cell with a run's figure, the change from the first run, and a verdict on the change.
 
     Args:
         first: the first run's figure; None: missing.
         figure: the figure to format; None: missing.
 
     Returns:
-        Cell for `Comparison`: string and verdict.
+        The value and the change as a string, and the verdict, which is "better", "worse" or "".
     """
     if figure is None:
         return "-", ""
@@ -241,7 +241,7 @@ def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, st
 
 
 def _options(run: RunFolder) -> dict[str, Any]:
-    """Return those entries in a run's configuration which are compared."""
+    """Return the configuration entries of a run that `compare` shows, by entry name; None if missing."""
     config = run.read_json(CONFIG) or {}
     return {name: config.get(name) for name in ("recipe", "ranks", "device", "data", "torch")}
 
@@ -281,6 +281,7 @@ def _summary_key(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str,
     """
 
     def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
+        """Return the value in the summary times ``sign``, or minus infinity if it is missing."""
         value: Any = summary
         for name in path:
             value = (value or {}).get(name)

@@ -393,7 +393,8 @@ def parse(
         source: recipe name.
         words: arguments after the recipe.
         recipe: the recipe.
-        optimizer: name of another table optimizer; None: that of the recipe. Its options can then be given.
+        optimizer: name of a table optimizer that replaces the recipe's, so that ``words`` can set its
+            options; None: keep the recipe's table optimizer.
         kind: options class of the command.
         command: command name, for the help.
 

@@ -68,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     recipe.check(options.nproc)
 
     def work(ranks: Ranks) -> None:
+        """Run the trials, and then train with several seeds, both if requested. Rank 0 prints the results."""
         tell = print if ranks.is_first else _silent
         best: dict[str, object] = {}
         if options.trials:
