@@ -387,7 +387,7 @@ class CostModel:
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
-        """Return the path of rectangles' embedding rows: whether in two hops, and whether summed between.
+        """Return for every rectangle whether its rows take two hops, and whether the first hop sums them.
 
         Rows take two hops (within the node, then between nodes) if partial sums are to be added in the node.
         Only pooled rows can be summed, so other rows take one hop.

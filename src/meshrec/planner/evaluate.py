@@ -56,10 +56,13 @@ class StepEstimate:
     id_travel_seconds: float
 
     def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
-        """Return the step time, without the dense part, of a pipelined training loop.
+        """Return the step time in seconds of a pipelined training loop, without the dense part.
 
         The pipeline sends the next batch's IDs while the current batch is looked up and updated, and while
-        the dense part runs. `dense_seconds` is the dense part's duration.
+        the dense part runs.
+
+        Args:
+            dense_seconds: duration of the dense part, which hides sending time but is not included.
         """
         phases = self.phases
         computes = phases["lookup"] + phases["update"] + dense_seconds
@@ -101,7 +104,9 @@ def evaluate(
 
 
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
-    """Predict the step time and memory of a plan given as rectangles (rows x columns on a rank).
+    """Predict the step time and memory of a plan given as rectangles.
+
+    A rectangle is a row range and column range of a table, held by a rank.
 
     Raises:
         ValueError: a rectangle is on a rank outside the topology.
@@ -163,13 +168,14 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
 
 
 def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
-    """Return, per rectangle, how many rectangles have the same table, rows and receiver.
+    """Return for every rectangle how many rectangles share an ID message with it, itself included.
 
-    They share an ID message, so each accounts for an equal part of it.
+    Rectangles with the same table, rows and receiver share an ID message. So a rectangle accounts for the
+    message's bytes divided by the result.
 
     Args:
         placements: rectangles in the plan.
-        receiver_N: rank, or local rank, that receives the IDs of a rectangle.
+        receiver_N: rank, or rank within the node, that receives the IDs of a rectangle.
     """
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)
     _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
@@ -178,9 +184,10 @@ def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
-    """Return, per rectangle, whether all ranks in the node hold rows with the same table and columns.
+    """Return for every rectangle whether its partial sums are added within the node before they leave it.
 
-    Partial sums are then added within the node before they cross the network.
+    This is so if all ranks in the rectangle's node hold rows of the same table and columns. The result is
+    False everywhere if the machine does not sum in nodes.
     """
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)
@@ -200,10 +207,10 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
 def whole_row_placements(
     problem: Problem, placements_T: Sequence[TablePlacement], tables: Sequence[Table]
 ) -> Placements:
-    """Convert the solver's placement to rectangles with whole rows and columns.
+    """Convert the solver's placements to rectangles with whole numbers of rows and columns.
 
-    The solver works with fractional piece sizes. Rows and columns are cut in proportion to these sizes, and
-    rounded.
+    The solver works with fractional piece sizes. A table's rows and columns are divided in proportion to
+    these sizes, and rounded.
 
     Args:
         problem: planning problem, for the layouts of candidates.
@@ -239,10 +246,10 @@ def whole_row_placements(
 
 
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
-    """Return the sharding type that describes a layout.
+    """Return the sharding type that describes a layout, which is a split into column and row parts.
 
-    If several types fit, return an allowed type: a table on a single rank may be called
-    table-wise or row-wise, for example.
+    Several types may fit. For example, a table on a single rank may be called table-wise or row-wise. A type
+    that the constraints allow is then preferred.
     """
     split_columns = len(layout.widths) > 1
     allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
@@ -338,16 +345,22 @@ def from_plan(
 
 
 def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
-    """Convert an array [6, N] of rectangle bounds and ranks to `Placements`."""
+    """Convert an array [6, N] to `Placements`.
+
+    The rows of the array are table, first row, end row, first column, end column and rank. `replicated` has
+    an entry per table, which is True for a data-parallel table.
+    """
     table, row, row_end, column, column_end, rank = columns
     return Placements(table, row, row_end, column, column_end, rank, np.array(replicated, bool))
 
 
 def _row_cuts(rows: int, amount_N: Floats) -> Ints:
-    """Split rows in proportion to `amount_N`. No part is empty if there are at least as many rows as parts.
+    """Split `rows` rows into N parts in proportion to `amount_N`.
+
+    No part is empty if there are at least as many rows as parts.
 
     Returns:
-        First row of every part, and the end: int64 [N + 1].
+        First row of every part, followed by the row count, int64 [N + 1].
     """
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)

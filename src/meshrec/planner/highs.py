@@ -72,8 +72,9 @@ class ProgramRows:
         """Return all rows in compressed sparse row form.
 
         Returns:
-            Lower limits and upper limits per row, the position of the first coefficient per row, then the
-            column and value per coefficient.
+            Tuple (lower, upper, start, column, value). The first two have the limits per row, and ``start``
+            has the index of every row's first coefficient. The last two have the column and the value per
+            coefficient.
         """
         rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
         lower, upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
@@ -86,7 +87,7 @@ class _SilentHighs(highspy.Highs):
     """HiGHS without output, including the banner printed on construction by version 1.16."""
 
     def enableCallbacks(self) -> None:
-        """Disable output before the last step of the constructor, which would print."""
+        """Disable output, then enable callbacks. The constructor ends with this call, and would print."""
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
@@ -143,15 +144,21 @@ class Solver:
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
     def set_added_row(self, index: int, upper: float) -> None:
-        """Replace the upper limit of a row, given by the index among the rows added after construction."""
+        """Replace the upper limit of a row that was added after construction.
+
+        Args:
+            index: index among the rows added by `add_rows`.
+            upper: new upper limit; infinity disables the row.
+        """
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
         """Solve the program.
 
         Returns:
-            The optimum, or None if the program is infeasible. If HiGHS proves neither, which may happen for
-            numerically close values, zeros with objective `-INFINITY`, which is a valid lower bound.
+            The optimum, or None if the program is infeasible. HiGHS may prove neither if values are
+            numerically close. Then the variables are zeros, and the objective is `-INFINITY`, which is a
+            valid lower bound.
         """
         self._run()
         if self._status not in _SETTLED:
@@ -172,10 +179,11 @@ class Solver:
 
     @property
     def _status(self) -> highspy.HighsModelStatus:
+        """Outcome of the last solve, such as optimal or infeasible."""
         return self._highs.getModelStatus()
 
     def _run(self) -> None:
-        """Solve once, and add the estimated work."""
+        """Run HiGHS once, and add the estimated work to `work`."""
         self._highs.run()
         iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
         self.work += int(self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))

@@ -98,8 +98,9 @@ def compare_pipelined(
 
     Args:
         plan: plan with which the run trained.
-        whole: times from steps without overlap. The dense part's duration is taken from them.
-        hidden: times from pipelined steps. Of each phase, only the part counts which no other work hid.
+        whole: phase times from steps without overlap, from which the dense part's duration is taken.
+        hidden: phase times from pipelined steps. A phase has only the seconds in which it delayed the step,
+            without the seconds which overlapped with other work.
 
     Raises:
         ValueError: `whole` is empty.
@@ -125,7 +126,11 @@ def compare(plan: PlannedShardingPlan, times: Sequence[PhaseTime]) -> list[Compa
 
 
 def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
-    """Return the seconds by phase: the median over steps, on the rank where it is largest."""
+    """Return the median seconds over steps by phase, on the rank with the largest median.
+
+    Raises:
+        ValueError: `times` is empty.
+    """
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:
         by_rank.setdefault(time.phase, {}).setdefault(time.rank, []).append(time.seconds)
@@ -137,8 +142,8 @@ def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
 def _step_seconds(times: Iterable[PhaseTime]) -> float:
     """Return the step time without the dense part: the median over steps of the mean over ranks.
 
-    A rank that is late in a phase makes others wait in the next phase. So if the slowest ranks of all phases
-    were added up, the sum would exceed the duration of any step.
+    The mean is used because maxima would count waiting twice. A rank that is late in a phase makes other
+    ranks wait in the next phase, so the sum of the maxima would exceed the duration of any step.
     """
     sums: dict[int, dict[int, float]] = {}
     for time in times:

@@ -111,7 +111,8 @@ def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]
     Args:
         sharder: the module's sharder, or None.
         path: module path.
-        names_by_path: table names by module path, to check and shorten names such as ``path.name``.
+        names_by_path: table names by module path, against which the sharder's table names are checked. Names
+            such as ``path.name`` are shortened to ``name``.
     """
     wires: TableWires | None = getattr(sharder, "wires", None)
     if wires is None:
@@ -190,9 +191,10 @@ def table_of_config(
 
 
 def _in_memory(config: Any, table: Table) -> float:
-    """Return the fraction of a table's bytes that is in memory: 1, or less for a table in a file.
+    """Return the fraction of a table's bytes that is in memory.
 
-    A table in a file has the cached rows and, if it is hashed, the whole index in memory.
+    The result is 1 for a table without a file. For a table in a file, memory has the cached rows and, if the
+    table is hashed, the whole index.
     """
     storage = getattr(config, "storage", None)
     if storage is None:
@@ -219,7 +221,10 @@ def _index_bytes(config: Any) -> float:
 
 
 def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
-    """Return the bytes per weight, below 1 for fewer than 8 bits; fp32 is assumed without a weight tensor."""
+    """Return the bytes per weight, below 1 if a quantized weight has fewer than 8 bits.
+
+    fp32 is assumed if the table is not quantized and `weight` is None.
+    """
     if bits := _bits(config):
         return bits / 8
     return torch.float32.itemsize if weight is None else weight.element_size()
@@ -269,9 +274,14 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
 
 
 def _effective_rows(draws: int, distinct: int, rows: int) -> float:
-    """Return the count of equally likely rows among which `draws` lookups would touch `distinct` on average.
+    """Return a measure of skew: the count of equally likely rows that would explain the lookups.
 
-    The result is at most `rows`, the table's row count. It is found by bisection.
+    If lookups were uniform over this many rows, `draws` lookups would touch `distinct` rows on average.
+
+    Args:
+        draws: number of lookups.
+        distinct: number of distinct rows among them.
+        rows: the table's row count, which the result does not exceed.
     """
     # Without a repeated ID, the sample shows no skew.
     if draws == 0 or distinct >= draws:

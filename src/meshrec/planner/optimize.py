@@ -96,16 +96,18 @@ def _solve(
     effort: Effort,
     cutoff: float,
 ) -> Solution:
-    """Search for a plan that also fits into memory after rounding to whole rows and columns.
+    """Search for a plan, and repeat with less memory until it also fits after rounding to whole rows.
+
+    The solver splits tables at fractional rows; whole rows may need slightly more memory.
 
     Args:
         problem: planning problem.
         model: cost model from which the problem was built.
         effort: search limits.
-        cutoff: step time in seconds for a known plan.
+        cutoff: step time in seconds of a known plan. The search ends once no plan can be faster.
 
     Returns:
-        The solution; without placements if no plan fits. The lower bound holds for the actual memory cap.
+        The solution, without placements if no plan fits. The lower bound holds for the actual memory cap.
     """
     collective_sets = _collective_sets(problem, model)
     solution = solve(problem, collective_sets, effort, cutoff=cutoff)
@@ -133,8 +135,9 @@ def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> flo
 def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
     """Return the collective sets to try, from all collectives to few.
 
-    Plans that do without a collective save its latency, but can use fewer candidates. A plan belongs to every
-    set that allows the plan's candidates, so the lowest bound over the sets holds for all plans.
+    A collective set has the collectives which a plan may use. Without a collective, a plan saves the
+    collective's latency, but can use fewer candidates (ways to split a table). A plan belongs to every set
+    that allows the plan's candidates. So the lowest bound over all sets holds for all plans.
     """
     num_types = len(np.unique(problem.type_C))
     sets: dict[bytes, CollectiveSet] = {}
@@ -170,7 +173,7 @@ def _evaluated(
     constraints: Mapping[str, ParameterConstraints],
     solution: Solution,
 ) -> Optimized:
-    """Convert a solution to rectangles with whole rows and columns, and predict the cost of the result."""
+    """Return a solution with whole rows and columns, and with predicted time and memory after rounding."""
     placements = whole_row_placements(problem, solution.placements_T, model.tables)
     types = [
         sharding_type(problem.layouts_C[placement.candidate], constraints.get(table.name))

@@ -32,7 +32,7 @@ class PlannerInputs:
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON types, with all values of the hardware profile instead of the profile's name."""
+        """Convert to JSON types. The hardware profile is written with all values, not by name."""
         topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
         # The values instead of a name: profiles may change between releases.
         topology["hardware"] = self.topology.profile.to_json()
@@ -184,6 +184,7 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
 
 
 def _table_to_json(table: Table) -> dict[str, Any]:
+    """Convert a table's sizes and statistics to JSON types."""
     return asdict(table) | {"optimizer": table.optimizer.value, "wire": str(table.wire)}
 
 

@@ -220,7 +220,7 @@ class Move(NamedTuple):
         table: table name.
         old_type: sharding type in the old plan; None if the old plan lacks the table.
         new_type: sharding type in the new plan; None if the new plan lacks the table.
-        num_bytes: bytes which ranks must receive, because they do not hold them under the old plan.
+        num_bytes: bytes to send to ranks: the elements which a rank holds only under the new plan.
     """
 
     table: str
@@ -230,7 +230,9 @@ class Move(NamedTuple):
 
 
 def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
-    """Return the tables which differ between two plans, largest move first. Bytes include optimizer state.
+    """Return the tables whose placement differs between two plans, and the bytes to move.
+
+    The table with the most bytes comes first. Bytes include optimizer state.
 
     Args:
         old: plan to compare with.
@@ -262,7 +264,9 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
 def _new_elements(
     then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
 ) -> int:
-    """Return how many table elements ranks hold under the new plan but not under the old plan.
+    """Return how many elements of a table must be sent to ranks, summed over the ranks of a replica group.
+
+    These are the elements which a rank holds under the new plan, but not under the old plan.
 
     Args:
         then: the table's sharding in the old plan, or None.

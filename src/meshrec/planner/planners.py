@@ -211,8 +211,9 @@ def _verify_static_plan(plan: ShardingPlan, tables: Sequence[Table]) -> Sharding
 
 
 def _default_topology() -> Topology:
-    """Return a topology of CPUs with the ranks of the default process group, or a single rank without a
-    group.
+    """Return a topology of CPU ranks, as many as the default process group has.
+
+    Without a process group, the topology has a single rank.
     """
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return Topology(world_size=world_size, compute_device="cpu")

@@ -27,7 +27,10 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Where the pieces of a split table may be placed; the module docstring defines a piece."""
+    """Where the pieces of a split table may be placed.
+
+    A piece is a part of the table that goes to a rank, or to a node whose ranks divide the piece by rows.
+    """
 
     RANKS = 0
     """Distinct ranks."""
@@ -40,10 +43,10 @@ class Scope(IntEnum):
 
 
 class Layout(NamedTuple):
-    """Split of a table into column parts, each of which is split into row parts.
+    """Split of a table into column parts, each of which is split into row parts. The results are pieces.
 
     Attributes:
-        scope: kind of slots occupied by the pieces.
+        scope: where the pieces may be placed: on ranks, on whole nodes, on a single node, or everywhere.
         widths: columns per column part.
         row_parts: row parts per column part; for `Scope.NODES`, nodes per column part.
     """
@@ -120,30 +123,39 @@ class Problem(NamedTuple):
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:
-        """Return a candidate's piece groups as a slice into arrays [P, ...]."""
+        """Return the slice of arrays [P, ...] with a candidate's piece groups (groups of equal pieces)."""
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:
-        """Return how many ranks take the load of a piece: the node size, or 1."""
+        """Return for every candidate how many ranks take the load of a piece, int64 [C].
+
+        This is the node size for layouts over whole nodes (`Scope.NODES`), otherwise 1.
+        """
         nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
         return np.where(nodes, self.node_size, 1).astype(np.int64)
 
     def mean_load_CK(self) -> Floats:
-        """Return the seconds [C, K] for all pieces of a candidate, averaged over all ranks."""
+        """Return the seconds [C, K] per phase which a candidate's pieces cost, averaged over all ranks."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self._sum_over_pieces(self.load_PK * weight_P[:, None])
 
     def mean_bytes_C(self) -> Floats:
-        """Return the bytes [C] for a candidate, averaged over all ranks, with the common bytes."""
+        """Return the bytes [C] which a candidate takes on a rank, on average over ranks.
+
+        Includes `common_bytes_C`.
+        """
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Return a mask of the candidates [C] that fit into memory if they are the only table."""
+        """Return a mask [C] of the candidates with which a table fits into memory if it is the only table."""
         return np.asarray(self.piece_bytes_C() + self.common_bytes_C <= self.memory_cap)
 
     def piece_bytes_C(self) -> Floats:
-        """Return the mean bytes per piece [C]. In an uneven split, at least one piece is as large."""
+        """Return the mean bytes per piece of every candidate [C].
+
+        An uneven split has at least one piece of this size or larger.
+        """
         count_C, total_CN = (
             np.zeros(len(self.layouts_C)),
             self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
@@ -153,16 +165,16 @@ class Problem(NamedTuple):
         return mean_C
 
     def largest_load_CK(self) -> Floats:
-        """Return the seconds [C, K] for the largest piece of a candidate."""
+        """Return the seconds [C, K] for the largest piece of every candidate, in an even split."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
     def least_load_PK(self) -> Floats:
-        """Return the seconds [P, K] for the smallest piece possible in an uneven split.
+        """Return the seconds [P, K] for the smallest piece that an uneven split may contain.
 
-        A row part may have no rows, and a column part has at least the minimum columns. The piece of an
-        unsplit table is the whole table.
+        A piece split by rows may have no rows. A piece split only by columns has at least the minimum
+        columns. The only piece of an unsplit table is the whole table.
         """
         uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
         split_C = [len(layout.widths) > 1 for layout in self.layouts_C]
@@ -173,7 +185,7 @@ class Problem(NamedTuple):
         return least
 
     def _sum_over_pieces(self, values_P_: Floats) -> Floats:
-        """Sum values per piece group [P, N] over the groups of a candidate, to [C, N]."""
+        """Return the sums [C, N] of values [P, N] over the piece groups of every candidate."""
         total = np.zeros((len(self.layouts_C), values_P_.shape[1]))
         np.add.at(total, self.candidate_P, values_P_)
         return total

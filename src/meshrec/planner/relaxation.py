@@ -29,20 +29,21 @@ _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
 
 
 class Box(NamedTuple):
-    """Box of T, the slowest rank's load per phase, with the optimum of the relaxation in it.
+    """Range of T, the slowest rank's load per phase, and the relaxation's optimum within this range.
 
-    Loads are relative to `Relaxation`'s scale.
+    Loads are in units of `Relaxation`'s scale.
 
     Attributes:
-        bound: optimum: no plan with T in this box costs less.
-        share_C: tables per candidate, fractional, in the optimum before cuts. Plans that are
-            rounded from it are better than after cuts.
+        bound: objective of the optimum. No plan with T in this box has a shorter step time.
+        share_C: tables per candidate, fractional, in the optimum before cutting planes ("cuts") are added.
+            Rounding this optimum gives better plans than rounding the optimum after cuts.
         slowest_K: T in the optimum.
-        cut_at_K: value at which to split the box, so that the relaxation comes closer to a plan; equal
-            to `slowest_K` where no split is needed.
+        cut_at_K: value of T at which to split the box, so that the relaxation comes closer to a plan. Equal
+            to `slowest_K` in phases where no split is needed.
         lower_K: lower limits on T in this box.
         upper_K: upper limits on T in this box.
-        admitted_C: candidates which plans in the box can use within the cutoff.
+        admitted_C: whether a candidate (a way to split a table) may be part of a plan in this box that is
+            within the cutoff.
     """
 
     bound: float
@@ -85,7 +86,7 @@ class Relaxation:
 
     @property
     def work(self) -> int:
-        """Work in all solves; see `Effort`."""
+        """Work in all solves, in touched array elements; see `Effort`."""
         return self._earlier_work + self._solver.work
 
     def solve(
@@ -143,7 +144,11 @@ class Relaxation:
         )
 
     def _add_cuts(self, optimum: Optimum, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> bool:
-        """Add cuts which the optimum violates, and which hold in the box. Return False if there are none."""
+        """Add cutting planes which the optimum violates, and which are valid for all plans in the box.
+
+        Returns:
+            Whether any cutting plane was added.
+        """
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         share_C = np.where(admitted_C, share_C, 0.0)
         cuts = self._rounding.violated(share_C, upper_K, admitted_C)
@@ -158,10 +163,10 @@ class Relaxation:
         return bool(cuts)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
-        """Return the value of T [K] at which to split the box.
+        """Return for every phase the value of T, the slowest rank's load, at which to split the box [K].
 
-        If the relaxation uses pieces larger than T, it is below every plan with these candidates. The result
-        is the median size of such pieces, or T if there are none.
+        The relaxation may use candidates with pieces larger than T, which no plan can do. The result is then
+        the median size of such pieces. Otherwise, the result is T.
         """
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
@@ -173,9 +178,11 @@ class Relaxation:
 
 
 def _rows(problem: Problem, scale: float) -> ProgramRows:
-    """Return the constraints without cuts: tables per type, mean load per phase, mean memory.
+    """Return the linear program's constraints, without cutting planes.
 
-    The variables are the table count per candidate [C], and T [K].
+    The variables are the table count per candidate [C], followed by T, the slowest rank's load per phase [K].
+    The constraints are: every table uses a candidate, T is at least the mean load, and the mean memory is
+    within the cap.
     """
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)

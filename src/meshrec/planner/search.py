@@ -68,7 +68,7 @@ SETTLED = AnnealingSettings(0.001, 1.0, 32)
 
 
 class Start(NamedTuple):
-    """Initial plan to anneal, and the annealer for the candidates which it may use."""
+    """Initial plan to anneal, and an annealer which may use the plan's allowed candidates."""
 
     placements_T: list[TablePlacement]
     annealer: Annealer
@@ -100,11 +100,12 @@ class Search:
         self._seed = 0
 
     def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
-        """Construct a plan by rounding the relaxation of a box, and keep it if it is the best.
+        """Construct a plan by rounding the relaxation's optimum in a box, and keep it if it is the best.
 
         Args:
-            box: relaxation optimum.
-            admitted_C: candidates which the plan and its annealing may use.
+            box: the relaxation's optimum.
+            admitted_C: mask of the candidates (ways to split a table) which the plan and its annealing may
+                use.
 
         Returns:
             The plan as a start, or None if it does not fit into memory or annealing is not available.
@@ -114,7 +115,9 @@ class Search:
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> Start | None:
-        """Construct a memory-balanced plan, anneal it for up to `seconds` until it fits, and keep it if best.
+        """Construct a plan that balances memory over ranks, and keep it if it is the best.
+
+        If the plan does not fit, it is annealed until it fits, for at most `seconds`.
 
         Returns:
             The plan as a start, or None if no plan fits or annealing is not available.
@@ -124,7 +127,10 @@ class Search:
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
     def best_start(self) -> Start | None:
-        """Return the best plan as a start with all allowed candidates; None without plan or annealer."""
+        """Return the best plan as a start whose annealing may use all allowed candidates.
+
+        The result is None before the first plan, or if annealing is not available.
+        """
         if not self.placements_T or not Annealer.supports(self.problem):
             return None
         return Start(
@@ -132,7 +138,10 @@ class Search:
         )
 
     def _started(self, state: State, admitted_C: Bools) -> Start | None:
-        """Keep a plan if it is the best, and return it as a start; None if annealing is not available."""
+        """Keep a plan if it is the best, and return the plan as a start.
+
+        The result is None if annealing is not available. The plan is kept anyway.
+        """
         self._keep(state)
         if not Annealer.supports(self.problem):
             return None
@@ -167,7 +176,7 @@ class Search:
         return state.seconds
 
     def _state_of(self, placements_T: list[TablePlacement]) -> State:
-        """Return a plan as a `State`, which computes the loads of all ranks."""
+        """Return a plan as a new `State`, which has the loads of all ranks."""
         state = State(self.problem)
         for table, placement in enumerate(placements_T):
             state.add(table, placement)

@@ -57,8 +57,8 @@ class CollectiveSet(NamedTuple):
     """Collectives which a plan may use.
 
     Attributes:
-        allowed_C: which candidates need no other collectives.
-        fixed_seconds: seconds for these collectives and kernel launches in every plan.
+        allowed_C: mask of the candidates (ways to split a table) that need only these collectives.
+        fixed_seconds: seconds which every plan takes for these collectives' latencies and kernel launches.
     """
 
     allowed_C: Bools
@@ -103,10 +103,10 @@ def solve(
 
 
 class _CollectiveSetSearch:
-    """Plan search and lower bound for a collective set.
+    """Plan search and lower bound for a collective set, which has the collectives that plans may use.
 
-    The bound is computed on first use, because it is expensive. Until then, `floor` serves as the bound:
-    seconds which no plan with any collective set can beat.
+    The lower bound is computed on first use, because it is expensive. Until then, `floor` serves as the
+    bound. No plan with any collective set takes fewer seconds than `floor`.
 
     Args:
         problem: planning problem.
@@ -142,7 +142,10 @@ class _CollectiveSetSearch:
 
     @property
     def bound(self) -> LowerBound:
-        """Lower bound search, created and solved for the root box on first access. Excludes latencies."""
+        """Branch and bound for the lower bound, without latencies.
+
+        Created on first access, which also solves the root box (the range that contains every plan).
+        """
         if self._bound is None:
             self._bound = LowerBound(self._problem, self.allowed_C, self._deadline)
             self.root_work = self._bound.work
@@ -150,21 +153,23 @@ class _CollectiveSetSearch:
 
     @property
     def bound_work(self) -> int:
-        """Work spent on the bound since the root box was solved."""
+        """Work spent on the bound after the root box was solved, in touched array elements."""
         return 0 if self._bound is None else self._bound.work - self.root_work
 
     @property
     def has_time(self) -> bool:
-        """Whether another bound step would end before the deadline, if it takes as long as the longest so
-        far.
+        """Whether another bound step is expected to end before the deadline.
+
+        The step is expected to take as long as the longest step so far.
         """
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self, factor: float) -> Start | None:
         """Construct an initial plan by rounding the relaxation.
 
-        Pieces take at most `factor` times T, the relaxation's time on the slowest rank, in every phase. If
-        the plan does not fit into memory, try again with smaller pieces, then with a memory-balanced plan.
+        A piece may cost at most `factor` times T in every phase, where T is the slowest rank's load in the
+        relaxation. If the plan does not fit into memory, try again with smaller pieces. If that fails, too,
+        and no plan was found yet, construct a plan that balances memory.
 
         Returns:
             The start, or None if no plan was constructed or annealing is not available.
@@ -178,14 +183,19 @@ class _CollectiveSetSearch:
         return None if self.search.placements_T else self.search.add_fitting(0.0)
 
     def start_from_memory(self) -> Start | None:
-        """Construct an initial plan that balances memory regardless of speed, with a longer search."""
+        """Search longer for an initial plan that fits into memory, regardless of speed.
+
+        Returns:
+            The start, or None if no plan fits or annealing is not available.
+        """
         return self.search.add_fitting(_FITTING_SECONDS)
 
     def new_attempts(self, settings: AnnealingSettings) -> "list[_Attempt]":
-        """Return attempts from new starts, with infinite seconds until they run.
+        """Return attempts (pairs of a start and annealing settings) that have not run yet.
 
-        One start is the relaxed plan of the bound's best box, unless it was tried before. The other is the
-        best plan so far.
+        The first start is rounded from the relaxation of the box with the lowest bound, and gets the given
+        settings. It is left out if it was tried before. The second start is the best plan so far, with the
+        settings `SETTLED`. It is left out if no plan was found.
         """
         box = None if self._bound is None else self._bound.best_box
         # Boxes with the same rounded shares count as the same start.
@@ -200,10 +210,11 @@ class _CollectiveSetSearch:
         return attempts if best is None else [*attempts, _Attempt(self, best, SETTLED, np.inf)]
 
     def improve(self, best_seconds: float) -> None:
-        """Raise the lower bound by a branching step.
+        """Raise the lower bound by a step: solve the root box if it was not solved yet, else split a box.
 
         Args:
-            best_seconds: best plan's step time so far, with latencies. Boxes above it are dropped.
+            best_seconds: best plan's step time so far, with latencies. Boxes without faster plans are
+                dropped.
         """
         started = time.perf_counter()
         # The first access to `bound` solves the root box, which is a step by itself.
@@ -233,11 +244,12 @@ class _Attempt:
 
 
 class _HalvingSearch:
-    """Search over all collective sets, as successive halving of attempts.
+    """Search over all collective sets, by successive halving of attempts.
 
-    The work alternates between the lower bound and the attempts. The bound of the whole problem is the lowest
-    bound over the sets, so it is raised next. Attempts run only for sets which can still beat the best
-    plan.
+    An attempt anneals an initial plan with some settings. Successive halving repeats the better half of the
+    attempts with more work. The search alternates between attempts and steps that raise the lower bound. A
+    bound step raises the bound of the set with the lowest bound, which is the bound of the whole problem.
+    Attempts run only for sets which can still beat the best plan.
     """
 
     def __init__(
@@ -283,10 +295,12 @@ class _HalvingSearch:
 
     @property
     def _bound_work(self) -> int:
+        """Work spent on the lower bounds of all collective sets."""
         return sum(set_search.bound_work for set_search in self._set_searches)
 
     @property
     def _search_work(self) -> int:
+        """Work spent on plans in all collective sets."""
         return sum(set_search.search.work for set_search in self._set_searches)
 
     @property
@@ -297,7 +311,7 @@ class _HalvingSearch:
 
     @property
     def _is_proven(self) -> bool:
-        """Whether the best plan is within the sufficient gap of the lower bound."""
+        """Whether the best plan is close enough to the lower bound, as `Effort.gap` defines it."""
         return self.best_seconds - self.value <= self._effort.gap * self.best_seconds
 
     def step(self) -> bool:
@@ -318,10 +332,11 @@ class _HalvingSearch:
         return False
 
     def _rounds(self) -> Iterator[bool]:
-        """Run attempts in successive halving order.
+        """Run the first attempts, then rounds of successive halving with more and more work.
 
         Yields:
-            True after every attempt. False if no attempt can beat the best plan until the bound is raised.
+            True after every attempt. False if no attempt can beat the best plan. The caller must then raise
+            the bound before the next attempt, so that there are new starts.
         """
         attempts = yield from self._first_attempts()
         self._first_attempts_work = float(self._search_work)
@@ -361,15 +376,15 @@ class _HalvingSearch:
     def _first_attempts(self) -> Generator[bool, None, list[_Attempt]]:
         """Run short attempts, to find the starts and settings which suit the input.
 
-        The collective set with the lowest bound gets an attempt from every start with every annealing
-        setting. Other sets get only the best combinations so far. Sets that cannot beat the best plan are
-        skipped.
+        The collective set with the lowest bound gets an attempt for every pair of a start and annealing
+        settings. Other sets get only the best pairs so far. Sets that cannot beat the best plan are skipped.
 
         Yields:
             True after every attempt.
 
         Returns:
-            All attempts. If no plan was found, they include a memory-balanced start which did not run yet.
+            All attempts. If no plan was found, they include attempts from a plan that balances memory, which
+            have not run yet.
         """
         attempts: list[_Attempt] = []
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
@@ -413,5 +428,5 @@ class _HalvingSearch:
 
 
 def _best(attempts: list[_Attempt], count: int) -> list[_Attempt]:
-    """Return the attempts with the fastest plans, fastest first."""
+    """Return the `count` attempts with the fastest plans, fastest first."""
     return sorted(attempts, key=lambda attempt: attempt.seconds)[:count]

@@ -32,7 +32,7 @@ class TablePlacement(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Table placement on the best ranks, and the plan's smooth objective in seconds if it is added."""
+    """Cheapest placement of a table, and the smooth objective in seconds of the plan with this placement."""
 
     objective: float
     placement: TablePlacement
@@ -85,19 +85,20 @@ class State:
         return [placement for placement in self.placements_T if placement is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Set the exponent q in the norm, a power of two, after the caller has set `load_RK`.
+        """Set the exponent q of the norm over ranks, which must be a power of two.
 
-        The scale changes as well: the current maximum load of each phase becomes 1.
+        Also set the scale, so that the present maximum load of every phase becomes 1. Call this method also
+        after `load_RK` was assigned directly, because it recomputes all values that depend on the loads.
         """
         self._exponent = exponent
         self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), self._least_K)
         self._power_RK = self._power(self.load_RK)
 
     def weights(self) -> Floats:
-        """Return the weight [K] of every phase when a placement is priced.
+        """Return the weight [K] of every phase, with which `cheapest_placement` compares ranks.
 
-        It is the derivative of the smooth objective with respect to the phase's sum over ranks of
-        ``(load * scale) ** q``.
+        The weight is the derivative of the smooth objective (the sum of norms in the module docstring) with
+        respect to the phase's sum over ranks of ``(load * scale) ** q``.
         """
         sum_K = self._power_RK.sum(axis=0)
         weight_K: Floats = self._norm(sum_K) / np.maximum(sum_K, 1e-9) / self._exponent
@@ -114,12 +115,12 @@ class State:
         self._power_RK[placement.rank_N] = self._power(self.load_RK[placement.rank_N])
 
     def loads(self, placement: TablePlacement) -> Floats:
-        """Return the seconds [N, K] per phase which every entry in a placement costs its rank."""
+        """Return the seconds [N, K] per phase which every entry of the placement costs the entry's rank."""
         fixed_NK = self.problem.fixed_PK[placement.group_N]
         return fixed_NK + placement.amount_N[:, None] * (self.problem.load_PK[placement.group_N] - fixed_NK)
 
     def sizes(self, placement: TablePlacement) -> Floats:
-        """Return the bytes [N] which every entry in a placement takes on its rank."""
+        """Return the bytes [N] which every entry of the placement takes on the entry's rank."""
         fixed_N = self.problem.fixed_bytes_P[placement.group_N]
         return fixed_N + placement.amount_N * (self.problem.bytes_P[placement.group_N] - fixed_N)
 
@@ -138,7 +139,7 @@ class State:
             weight_K: result of `weights`.
 
         Returns:
-            The placement and the objective with it, or None if memory or slots do not suffice.
+            The placement and the plan's objective with it, or None if memory or free ranks do not suffice.
         """
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
@@ -213,7 +214,11 @@ class State:
         return slice(node * problem.node_size, (node + 1) * problem.node_size)
 
     def _norm(self, sum_K: Floats) -> Floats:
-        """Return the q-norm in seconds [K], given the sum over ranks of the scaled loads to the power q."""
+        """Return the q-norm of the loads over ranks, in seconds [K].
+
+        Args:
+            sum_K: sum over ranks of ``(load * scale) ** q``.
+        """
         mean_K = np.maximum(sum_K, 0.0) / self.problem.num_ranks
         norm_K: Floats = mean_K ** (1 / self._exponent) / self._scale_K
         return norm_K

@@ -18,7 +18,7 @@ STATISTIC_BYTES = 4
 
 
 class TableArrays(NamedTuple):
-    """T tables' attributes as arrays, so that the cost model prices many rectangles at once.
+    """Attributes of T tables as arrays, so that the cost model can price many rectangles at once.
 
     Fields without a docstring are the `Table` attributes with the same name. ``rows_T`` and ``columns_T`` are
     ``num_embeddings`` and ``embedding_dim``.

@@ -40,7 +40,7 @@ class Hops(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes sent per rectangle [N]: within nodes (`inside_N`) and between nodes (`across_N`)."""
+    """Bytes [N] sent for every rectangle (shard of a table), within nodes and between nodes."""
 
     inside_N: Floats
     across_N: Floats
@@ -57,8 +57,8 @@ class GroupRoutes(NamedTuple):
         other_nodes: fraction sent to other nodes.
         seconds_per_byte: seconds per byte in an all-to-all, over both kinds of links.
         latency: seconds until an embedding exchange starts, over all hops.
-        exchange_work_factor: factor on work in exchange phases other than transfers: 1, or 0.5 in half
-            duplex. In half duplex, `CostModel.shared_loads` adds the whole phase's mean again, so without
+        exchange_work_factor: factor on the work in exchange phases that is not a transfer. It is 1 in full
+            duplex and 0.5 in half duplex, where `CostModel.shared_loads` adds the phase's mean again. Without
             the factor, this work would count twice.
     """
 
@@ -73,7 +73,7 @@ class GroupRoutes(NamedTuple):
 
 
 def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across: bool) -> GroupRoutes:
-    """Return the links in a shard group.
+    """Return the links in a shard group, and how much of an all-to-all they carry.
 
     Args:
         topology: the machine.
