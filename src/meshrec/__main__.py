@@ -83,9 +83,9 @@ def command() -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: raise KeyboardInterrupt, or end the process at once while a module is being imported.
+    """Handle Ctrl-C: raise KeyboardInterrupt, or if a module is being imported, end the process at once.
 
-    A library may catch an interrupt while it tries to import another library. The command would then
+    A library may catch KeyboardInterrupt while it tries to import another library. The command would then
     continue, or fail later with an ImportError for a module that is only half loaded.
 
     Args:

@@ -382,10 +382,9 @@ class _TableEstimator:
             num_orders: number of random column orders. Four times as many halve the error.
 
         Returns:
-            A table with a contribution per row and column, in logits or in label units. The columns
-            ``(base)``
-                and ``(output)`` hold the starting value, and the sum with all contributions; see
-                `meshrec.runs.contributions`. The table has the library of the data given to ``fit``.
+            A table with a contribution per row and column, in logits or in label units. The column ``(base)``
+            holds the mean output for the background rows, and ``(output)`` the sum of all other columns; see
+            `meshrec.runs.contributions`. The table is of the same library as the data given to ``fit``.
         """
         _checks.check_is_fitted(self)
         rows = self._table(X, reset=False)
@@ -481,7 +480,10 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         return pair if self._positive else pair[:, ::-1]
 
     def _calibrate(self) -> None:
-        """Fit the calibration curve on the validation data, and set ``curve_``; None without calibration."""
+        """Fit the calibration curve on the validation data, and store it in ``curve_``.
+
+        If the estimator's option ``calibration`` is None, set ``curve_`` to None.
+        """
         self.curve_ = None
         if self.calibration is not None:
             assert self._folder is not None
@@ -492,7 +494,7 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
             self.curve_ = tuple(fit_run_curve(run, scorer, ranks, self.calibration))
 
     def _set_classes(self, labels: Any, label: Any) -> None:
-        """Set ``classes_``, and the position of the positive class in it (label 1 in training).
+        """Set ``classes_``, and set ``_positive`` to the position in it of the class with training label 1.
 
         Args:
             labels: label values in the data.
@@ -778,7 +780,10 @@ def _silent(event: Event) -> None:
 
 @contextmanager
 def _preserved_random_state() -> Iterator[None]:
-    """Restore the random state of Python, NumPy and torch after a ``with`` block: training seeds them."""
+    """Restore the random state of Python, NumPy and torch after a ``with`` block that trains.
+
+    Training seeds these generators, which must not affect the caller's program.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     # torch's CPU generator is restored by fork_rng, without touching the GPUs.
     try:

@@ -8,6 +8,8 @@ from typing import Any
 
 
 class _Process:
+    """State of this process. ``_process`` is the only instance."""
+
     # Set by ``declare_command``, for the whole life of the process.
     is_command = False
 
@@ -29,8 +31,8 @@ def is_command() -> bool:
 def without_gc() -> Iterator[None]:
     """Turn Python's garbage collection off in a ``with`` block that imports modules.
 
-    Nearly all objects defined by modules stay, and the collector would inspect them again and again. This
-    takes a quarter of the time for importing torch.
+    Nearly all objects defined by modules stay, and the collector would inspect them again and again. These
+    inspections take a quarter of the time for importing torch.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -54,6 +56,7 @@ def importer(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str]
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
+        """Return a public name after importing its module. Raise AttributeError for any other name."""
         if name not in home_of:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; use one of {package}.__all__."

@@ -34,8 +34,7 @@ def default_sharders() -> list[Sharder]:
 class DistributedModelParallel(nn.Module):
     """Model with embedding tables sharded over ranks, and a data-parallel dense part.
 
-    The embedding modules inside ``module`` are replaced in place by sharded modules. All other modules are
-    the
+    Sharded modules replace the embedding modules inside ``module``, in place. All other modules are the
     *dense part*. Parameters keep their names.
 
     Embedding modules on ``meta`` are allocated here; each rank allocates only its shards. Dense modules on
@@ -329,10 +328,11 @@ class DistributedModelParallel(nn.Module):
                 yield
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint.state_dict how parameter names differ from attribute names.
+        """Tell torch.distributed.checkpoint.state_dict how parameter names differ from attribute paths.
 
-        The result maps the first part of a parameter name to the attribute to follow before this part is
-        looked up. The attributes among the values do not appear in parameter names.
+        The result maps the first part of a parameter name to an attribute of this object. Torch follows the
+        attribute before it looks up the first part. The attributes do not appear in parameter names. The key
+        "" matches no name; its value only lists another attribute which does not appear in names.
         """
         model = self.module
         names = chain(model._modules, model._parameters, model._buffers)
@@ -341,10 +341,10 @@ class DistributedModelParallel(nn.Module):
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """Return the names of parameters with sparse gradients, of which there are none.
+        """Return the names of parameters with sparse gradients. No parameter has sparse gradients.
 
         Args:
-            destination: list to return; None: a new list.
+            destination: list to return unchanged; None: return a new, empty list.
             prefix: unused.
         """
         return [] if destination is None else destination
@@ -385,7 +385,7 @@ class DistributedModelParallel(nn.Module):
         embedding_modules: Mapping[str, tuple[nn.Module, Sharder]],
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
-        """Return the given plan, or else the planner's, after checking it on all ranks. Collective.
+        """Return the plan to use, after checking it on all ranks. Collective.
 
         Args:
             plan: given plan; None: run the planner.
@@ -471,7 +471,10 @@ def _constant_buffers(model: nn.Module) -> set[str]:
 
 
 def _ddp_fqn_modifiers() -> dict[str, str]:
-    """Return the ``_fqn_modifiers`` of DistributedDataParallel: its child is not in parameter names."""
+    """Return a result of ``_fqn_modifiers`` for DistributedDataParallel.
+
+    Parameter names do not contain the child ``module``. See `DistributedModelParallel._fqn_modifiers`.
+    """
     return {"": "module"}
 
 
@@ -503,7 +506,14 @@ def _embedding_modules(
 
 
 def _with_actual_kernels(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
-    """Return the plan with the kernels that the sharded modules use, where it left the choice open."""
+    """Return the plan with the kernels that the sharded modules actually use.
+
+    The given plan may leave the kernels open, or name others.
+
+    Args:
+        plan: the plan.
+        sharded: sharded modules by path.
+    """
     return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 
 

@@ -1,4 +1,4 @@
-"""Checks which need several ranks. All ranks run every check, which yields findings about their own hosts."""
+"""Checks which need several ranks. All ranks run every check. A rank gets only findings on its own host."""
 
 import os
 import socket
@@ -31,7 +31,12 @@ _SLOW_NETWORK = 100e6
 
 
 def same_versions(ranks: Ranks) -> Iterator[Finding]:
-    """Check that this rank has the same package versions as most ranks. Collective."""
+    """Check that this rank has the same package versions as most ranks. Collective.
+
+    Yields:
+        A failure for every package whose version on this rank differs from most ranks, and then a finding
+        with this rank's versions.
+    """
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
     for name, value in mine.items():
@@ -50,6 +55,9 @@ def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
     Args:
         ranks: all ranks.
         firsts: first rank on every host.
+
+    Yields:
+        A single finding on the first rank of every host. Other ranks get no finding.
     """
     # The offset measured in a round trip is wrong by at most half its duration, so use the fastest round
     # trip.
@@ -150,6 +158,10 @@ def bandwidth(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:
     Args:
         ranks: all ranks.
         firsts: first rank on every host. These ranks send and receive.
+
+    Yields:
+        A single finding on the first rank of every host. Other ranks get no finding, unless there is only one
+        host.
     """
     if len(firsts) < 2:
         yield Finding("bandwidth", "ok", "one host: not measured")

@@ -359,8 +359,9 @@ def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
 
     Args:
         job: job settings.
-        first: host name of the first pod.
-        number: number of the pod. In both strings, Kubernetes replaces $(NAME) by the environment variable.
+        first: host name of the first pod. It may contain $(NAME), which Kubernetes replaces by the value of
+            the environment variable NAME.
+        number: number of the pod. It may contain $(NAME), too.
     """
     return [
         *("python", "-m", "torch.distributed.run", "--nnodes", str(job.replicas)),

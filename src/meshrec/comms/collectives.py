@@ -164,7 +164,13 @@ class InFlight:
 
 
 class _CopyBack:
-    """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device."""
+    """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device.
+
+    Args:
+        work: the running collective.
+        arrived: CPU tensor which the collective fills.
+        target: device tensor for the result.
+    """
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
         self._work, self._arrived, self._target = work, arrived, target
@@ -178,6 +184,10 @@ class _PolledWork:
     """A gloo collective whose ``wait`` also raises if another rank fails before it reaches the collective.
 
     See [Note: a rank that fails alone] in ``failures.py``.
+
+    Args:
+        work: torch's object for the running collective.
+        group: ranks in the collective.
     """
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
@@ -270,7 +280,10 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Free the sent messages which all ranks on this axis have read. Else the next message frees them."""
+    """Free the messages which this rank has sent on a host link and which all ranks on this axis have read.
+
+    Without this call, a later exchange on the link frees them. If the axis has no host link, do nothing.
+    """
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
@@ -452,6 +465,9 @@ def _start_collective(
         received: tensor to fill.
         sent: tensor to send.
         group: ranks in the collective.
+
+    Returns:
+        An object whose ``wait`` waits until ``received`` is filled.
     """
     if not goes_through_cpu(sent, group):
         return _poll_for_failures(start(received, sent), sent, group)
@@ -462,7 +478,9 @@ def _start_collective(
 
 
 def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
-    """Run a collective which changes a tensor in place, and wait; on a CPU copy if the group needs it.
+    """Run a collective which changes a tensor in place, and wait for it.
+
+    If the group needs a CPU tensor, run the collective on a CPU copy, and copy the result back.
 
     Args:
         start: function from a tensor to the started work.
@@ -484,14 +502,23 @@ def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, n
 
 
 def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    """Wrap a gloo collective such that waiting for it notices the failure of another rank."""
+    """Wrap a gloo collective such that waiting for it notices the failure of another rank.
+
+    Other collectives are returned unchanged.
+
+    Args:
+        work: torch's object for the running collective.
+        sent: tensor which the collective sends.
+        group: ranks in the collective.
+    """
     return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
 
 def named_failure(error: RuntimeError) -> Exception:
-    """Return a CollectiveError, which names the failed ranks, for an error from gloo or NCCL.
+    """Convert an error from gloo or NCCL to a CollectiveError which names the failed ranks.
 
-    Return other errors unchanged. Used for collectives which torch starts itself, not this module.
+    Other errors are returned unchanged. The function is for collectives which torch itself has started, such
+    as those in DistributedDataParallel.
     """
     # This module's own errors name the ranks already.
     is_named = isinstance(error, CollectiveError)
@@ -516,7 +543,10 @@ def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> N
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether the collective itself failed, and not the computation of the result from messages."""
+    """Return whether an error in ``work.wait`` means that the collective itself has failed.
+
+    On a host link, the computation of the result from the messages may also have raised the error.
+    """
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 
@@ -560,6 +590,7 @@ def _silent_peers(ranks: list[int]) -> str:
     deadline = time.monotonic() + _ANSWER_SECONDS
 
     def ask() -> None:
+        """Report this rank as alive, and remove peers from ``silent`` once they have reported, too."""
         try:
             # Tell the peers that this rank is alive and has seen the failure.
             store.set(f"meshrec/failed/{this_rank}", "1")

@@ -48,8 +48,16 @@ class _Bucket(NamedTuple):
 class DenseGradients:
     """State of the DDP hook `average_gradients` for a model. Create it with ``for_axis``.
 
+    Args:
+        link: host link through which ranks on the same host read each other's gradients; None: no link.
+        axis: ranks over which to average.
+        adds_in_order: as the attribute.
+        dtype: as the attribute.
+        peers: sends gradients in point-to-point messages. None: the link or a collective sends them.
+
     Attributes:
-        is_late: whether ``finish`` is called after the backward pass to average the gradients; see ``late``.
+        is_late: whether the gradients are averaged by a call of ``finish`` after the backward pass; see
+            ``late``.
         adds_in_order: whether gradients are added in rank order. NCCL selects the order itself.
         dtype: dtype in which gradients are exchanged; None: the gradients' dtype.
         ends_with_backward: whether buckets are averaged in a callback at the end of the backward pass, and

@@ -17,14 +17,19 @@ from meshrec.ops import operators
 
 
 class Columns(NamedTuple):
-    """Layout of a row in a message. All tuples have an entry per column, in message order."""
+    """Layout of a row in a message. All tuples have an entry per column, in message order.
+
+    A column is the part of the row that belongs to one lookup in a table. It has several values.
+    """
 
     widths: tuple[int, ...]  # values in the column
     formats: tuple[WireFormat, ...]
     seeds: tuple[int, ...]
     """Seed for stochastic rounding."""
     origins: tuple[int, ...]
-    """First table column in the column. Part of the seed, so different shards of a row round differently."""
+    """Number of the table column from which the first value comes. It is part of the rounding seed, so
+    different column shards of a table row round differently.
+    """
     names: tuple[str, ...]
     """Name for warnings, such as "table 't0', feature 'a'"."""
     uses: tuple[int, ...]
@@ -158,12 +163,14 @@ class RowEncoding(NamedTuple):
 
 
 def kernel_columns(columns: Sequence[Columns]) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the arguments of the op ``gather_coded`` which describe the columns of received rows.
-
-    Return None if the kernels do not have some format.
+    """Return the arguments with which the op ``gather_coded`` decodes received rows.
 
     Args:
-        columns: columns in a row from each source rank.
+        columns: layout of a row from each source rank.
+
+    Returns:
+        The number of the first column from every source rank (followed by the total number), the width of
+        every column, and the format code of every column. None if the kernels do not implement a format.
     """
     blocks = [Block(0, source) for source in columns]
     # Without the row counts, which differ by batch.
@@ -176,7 +183,12 @@ def _in_kernels(blocks: Sequence[Block]) -> bool:
 
 
 def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the layout for kernels: row counts and first columns of blocks, widths and codes of columns."""
+    """Return the layout of a message as the kernels read it.
+
+    Returns:
+        The row count of every block, the number of every block's first column (followed by the total
+        number), the width of every column, and the format code of every column.
+    """
     starts = [0]
     for block in blocks:
         starts.append(starts[-1] + len(block.columns.widths))

@@ -46,7 +46,10 @@ _lost: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 
 
 class FailureState:
-    """State of this process: collectives it has started, and errors it has announced. Not instantiated."""
+    """State of this process: how many collectives it has started, and which errors it has announced.
+
+    The state is in class attributes. The class is not instantiated.
+    """
 
     num_started = 0
     """Number of collectives started so far, over all process groups."""
@@ -65,13 +68,15 @@ class _Announcement(NamedTuple):
     """The entry in the store with which a rank announces an error."""
 
     failed_at: list[int]
-    """Positions of all errors on the rank: the number of collectives it had started."""
+    """Positions of all errors on the rank. A position is the number of collectives which the rank had started
+    before the error.
+    """
     kind: str
     """Type name of the last error."""
     text: str
     """Message of the last error."""
     is_lost: bool
-    """Whether another rank has failed alone, and this rank only passes on the error."""
+    """Whether the rank only passes on an error with which another rank has failed alone."""
 
     def error(self) -> Exception:
         """Return the last error as an exception."""
@@ -102,8 +107,9 @@ def combined(
 ) -> Exception:
     """Combine the errors from several ranks into one error, which all ranks raise.
 
-    The result has the type in ``kinds`` which all errors have, or else is a RuntimeError. The message lists
-    the ranks; if all ranks have the same error, it is reported once.
+    The result has the first type in ``kinds`` of which all errors are instances. Without a common type, it is
+    a RuntimeError. The message lists every failed rank with its error. If all ranks have the same error
+    message, the result has this message, without ranks.
 
     Args:
         errors: errors of the failed ranks, by rank.
@@ -165,9 +171,10 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
 
 
 def count_start(group: dist.ProcessGroup) -> None:
-    """Count a collective which this rank is about to start, after `check_group` if it has announced an error.
+    """Count a collective which this rank is about to start.
 
-    The collectives of every training step contain this code inline, to save the call.
+    If this rank has announced an error, call `check_group` first. The collectives in every training step
+    contain this code inline, to save the call.
 
     Args:
         group: ranks in the collective.
@@ -184,8 +191,9 @@ def check_group(group: dist.ProcessGroup) -> None:
     """Check, before a collective, that all ranks in a group will start the same collective.
 
     If this rank has announced an error since the last check, wait until all other ranks have announced an
-    error at the same position. If some rank does not within ``_SAME_ERROR_SECONDS``, or reports that a rank
-    has failed alone, the group rejects this and all further collectives.
+    error at the same position, that is, after the same number of collectives. If a rank does not do so within
+    ``_SAME_ERROR_SECONDS``, or reports that a rank has failed alone, the group rejects this and all further
+    collectives.
 
     Args:
         group: ranks in the collective.
@@ -204,9 +212,11 @@ def check_group(group: dist.ProcessGroup) -> None:
 
 
 def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the combined error of other ranks which have failed alone, or None.
+    """Return the combined error of other ranks which have failed alone; None if no rank has.
 
-    If there is an error, ``group`` rejects collectives from now on.
+    A rank has failed alone if it has raised an error before a collective which this rank has started, and
+    this rank has not raised an error at the same position. After such an error, ``group`` rejects all
+    collectives, and this rank passes the error on to its peers.
 
     Args:
         group: ranks to ask about; None for all ranks.
@@ -250,10 +260,10 @@ class Listener:
 
 
 def _await_same_error(group: dist.ProcessGroup) -> None:
-    """Wait until all other ranks in the group have announced an error at the position of this rank's last
-    error.
+    """Wait until all other ranks have announced an error at the same position as this rank's last error.
 
-    If they do not, let the group reject all further collectives.
+    A position is the number of collectives started before the error. If a rank announces no such error in
+    time, let the group reject all further collectives.
     """
     ranks, local_position = dist.get_process_group_ranks(group), FailureState.failed_at[-1]
     deadline = time.monotonic() + _SAME_ERROR_SECONDS
@@ -301,6 +311,7 @@ def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
     me, entries = dist.get_rank(), dict[int, _Announcement]()
 
     def ask(store: Any) -> None:
+        """Read the announcements from the store into ``entries``."""
         for rank in ranks:
             if rank != me and store.check([_key(rank)]):
                 entries[rank] = _Announcement(*json.loads(store.get(_key(rank))))
@@ -317,6 +328,7 @@ def _ask_store(question: Callable[[Any], object]) -> None:
     store = dist.distributed_c10d._get_default_store()
 
     def ask() -> None:
+        """Call ``question``, and ignore errors from the store."""
         # A dead store must not hide the original error.
         with contextlib.suppress(RuntimeError):
             question(store)

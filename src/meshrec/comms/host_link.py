@@ -302,7 +302,10 @@ class HostLink:
 
 
 class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
-    """Dict which opens a process group's link when the group is first accessed."""
+    """Dict from process groups to host links. The first access to a group opens its link. Collective.
+
+    The value is None if the group uses gloo.
+    """
 
     def __missing__(self, reference: "weakref.ref[dist.ProcessGroup]") -> HostLink | None:
         group = reference()
@@ -412,7 +415,10 @@ def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple
 
 
 def _host() -> str:
-    """Return an identifier of this host, the kernel's boot ID; empty outside Linux."""
+    """Return an identifier of this host: ``MESHREC_HOST`` if it is set, else the kernel's boot ID.
+
+    Without ``MESHREC_HOST``, the result is empty outside Linux.
+    """
     if named := os.environ.get(_HOST_NAME):
         return named
     path = Path("/proc/sys/kernel/random/boot_id")

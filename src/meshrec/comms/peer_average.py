@@ -5,11 +5,12 @@ as sending and receiving at the same time. Here, a thread waits for the messages
 the means, while the program's threads continue.
 
 [Note: messages of an average]
-Every rank averages a share of the elements. The rank receives this share from all peers (messages with
-``terms_tag``). It sends the mean to the peers on its own host, and to a single rank on every other host
-(``means_tag``). That rank passes the mean on within its host (``passed_on_tag``), so links between hosts
-carry a mean once. Two ranks exchange all elements instead. Gloo matches messages by sender, tag and order.
-The calling thread sends the terms, and the background thread sends the means, hence the different tags.
+Every rank averages a share of the elements. The rank receives this share from all peers. These addends are
+called *terms* (messages with ``terms_tag``). The rank sends their mean to the peers on its own host, and to a
+single rank on every other host (``means_tag``). That rank passes the mean on within its host
+(``passed_on_tag``), so links between hosts carry a mean once. Two ranks exchange all elements instead. Gloo
+matches messages by sender, tag and order. The calling thread sends the terms, and the background thread sends
+the means, hence the different tags.
 """
 
 import queue
@@ -96,7 +97,7 @@ class PeerAverage:
             tag: message tag; see [Note: messages of an average].
 
         Returns:
-            A torch work object to wait for, per receiver.
+            A list with a torch work object to wait for per receiver; empty for an empty tensor.
         """
         # The receiver knows the size, too, and does not wait for an empty message.
         if not tensor.numel():
@@ -147,7 +148,10 @@ class Routes:
         return ranks[self._on_host[self._hosts[owner]].index(owner) % len(ranks)]
 
     def source(self, owner: int, rank: int) -> int:
-        """Return the rank from which ``rank`` receives the owner's mean: the owner, or a rank on its host."""
+        """Return the rank from which ``rank`` receives the owner's mean.
+
+        This is the owner, or another rank on the host of ``rank``, which passes the mean on.
+        """
         receiver = self.receiver(owner, self._hosts[rank])
         return owner if receiver is None or receiver == rank else receiver
 
@@ -158,7 +162,10 @@ class Routes:
 
 
 class _Job:
-    """The average of one tensor. The constructor sends this rank's terms, and the thread does the rest.
+    """The average of one tensor.
+
+    The constructor starts to send this rank's terms, the addends for the means which other ranks compute. The
+    background thread receives terms, computes this rank's mean, and exchanges the means.
 
     Attributes:
         mean: the result, complete after ``wait``.
@@ -246,7 +253,7 @@ class _Job:
 
 
 def _wait(works: list[Any]) -> None:
-    """Wait for all messages."""
+    """Wait until all these messages have been sent or received."""
     for work in works:
         work.wait()
 

@@ -64,7 +64,10 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 
 class _Mark(NamedTuple):
-    """The start of a phase, or the end of a phase nested in it. ``stamp`` is in seconds, or a CUDA event."""
+    """The time at which a phase starts, or continues because a phase nested in it has ended.
+
+    ``stamp`` is a time in seconds, or on CUDA an event.
+    """
 
     phase: str
     stamp: float | torch.cuda.Event
