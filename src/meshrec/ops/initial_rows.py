@@ -24,8 +24,8 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
         ids: int64 [N].
         seed: any int64.
         low: smallest possible value.
-        step: distance between adjacent possible values. Must be exact in fp32: then the product with 24
-            random bits is exact in fp64.
+        step: distance between adjacent possible values. It must be an fp32 number, so that the product with
+            a 24-bit random integer is exact in fp64.
         c0: first column to compute.
         c1: end column, exclusive.
     """

@@ -65,7 +65,20 @@ def _sum_over_heads(
     QUERY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Return the score gradients for a tile, summed over all heads: [BLOCK, BLOCK]."""
+    """Return the score gradients for a tile, summed over all heads: [BLOCK, BLOCK].
+
+    Args:
+        tokens: `AttentionTokens`.
+        results: `AttentionResults`.
+        rows: the queries of the tile: first query of the sample, positions within the sample's queries, mask.
+        keys: the keys of the tile: first token of the sample, positions within the sample, mask.
+        shared_state: values equal for all heads: bias and attention mask of the tile, ``max_length``.
+        SOFTMAX: softmax instead of SiLU weights.
+        PRECISION: tl.dot precision.
+        BLOCK: tokens per block.
+        QUERY_WIDTH: query width, padded to a power of two.
+        VALUE_WIDTH: value width, padded to a power of two.
+    """
     first_query, index, is_row = rows
     first, column, is_key = keys
     # Bias and mask are equal for all heads.

@@ -160,7 +160,10 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _store(target, first, positions, num_heads, head, width, inside, rows, WIDTH: tl.constexpr):
-    """Store rows for a head to a contiguous tensor [tokens, heads, width]."""
+    """Store rows [BLOCK, WIDTH] for a head to a contiguous tensor [tokens, heads, width].
+
+    Writes no row where ``inside`` is false.
+    """
     lanes = tl.arange(0, WIDTH)
     # int64: first is loaded from the offsets, so the product cannot overflow.
     rows_at = target + ((first + positions)[:, None] * num_heads + head) * width

@@ -102,7 +102,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
 
 
 def _pack_run(run: Tensor) -> list[Tensor]:
-    """Encode a run as a list of uint8 tensors, to be concatenated."""
+    """Encode a run of ascending IDs as a list of uint8 tensors, for the caller to concatenate."""
     # Gaps between sorted distinct IDs are small, so they need few bits.
     gaps = run.diff(prepend=run.new_full((1,), -1)) - 1
     if bool((gaps < 0).any()):

@@ -247,6 +247,13 @@ def _bags_of_routes(
     """Return the bag count of every route in every block.
 
     If uses differ in bag counts, the counts are read from the messages, which synchronizes with the GPU.
+
+    Args:
+        received: all messages, end to end, int32.
+        starts: index in ``received`` where the message of each rank starts.
+        batches: bags per route in the message of each rank; -1 if routes have different bag counts.
+        blocks: source rank per block.
+        num_routes: number of routes to this rank.
     """
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []

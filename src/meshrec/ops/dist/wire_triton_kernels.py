@@ -27,7 +27,15 @@ def _load_word(message, at):
 
 @triton.jit
 def _row_bits(start, key, column):
-    """Return 32 pseudo-random bits per row, like ``wire_naive.Noise``. Products wrap as uint64 would."""
+    """Return 32 pseudo-random bits per row, as ``wire_naive.Noise._row_bits`` does.
+
+    Products wrap as uint64 would.
+
+    Args:
+        start: ``wire_naive.noise_start`` for seed and step.
+        key: row key.
+        column: bits of the scale, or bits of the midpoint plus 2^32, as an integer.
+    """
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -36,7 +44,13 @@ def _row_bits(start, key, column):
 
 @triton.jit
 def _noise(low, high, columns):
-    """Return 16 pseudo-random bits per column, as ``wire_naive.Noise`` does."""
+    """Return 16 pseudo-random bits per value of a row, as ``wire_naive.Noise.bits`` does.
+
+    Args:
+        low: result of ``_row_bits`` for the scale.
+        high: result of ``_row_bits`` for the midpoint.
+        columns: whole-table column of every value.
+    """
     x = (columns * 0x9E3779B9 + low) & 0xFFFFFFFF
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF

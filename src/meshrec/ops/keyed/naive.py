@@ -33,7 +33,10 @@ PER_TABLE = 3
 
 
 def num_home_buckets(num_rows: int) -> int:
-    """Return how many equal intervals the key range has. A bucket per interval is then 72 % full."""
+    """Return the number of equal intervals into which `pack_buckets` divides the key range.
+
+    With this number, the keys of an interval fill 72 % of a bucket on average.
+    """
     # 126 / 25 rows per interval, rounded up: 5.04 keys for the 7 entries of a bucket.
     return max(1, (25 * num_rows + 125) // 126)
 
@@ -53,10 +56,12 @@ def _home_buckets(keys_N: Tensor, num_rows: int) -> Tensor:
 def pack_buckets(keys_n: Tensor) -> Tensor:
     """Pack ascending keys into buckets of cache line size: int64 [b, 8].
 
-    A bucket holds a row number, then the keys of this row and the six rows after it. The key range is divided
-    into equal intervals (see ``num_home_buckets``), and bucket i belongs to interval i. It starts at or
-    before the first key in the interval, and no later than where bucket i - 1 ends. A key is therefore in the
-    bucket of its interval, or shortly after it. The last bucket is filled up with copies of the last key.
+    A row is the position of a key in ``keys_n``. A bucket holds the number of a row, then the keys of this
+    row and of the next six rows. The key range is divided into equal intervals (see ``num_home_buckets``),
+    and bucket i belongs to interval i. A bucket starts at the first key of the interval. If the previous
+    bucket ends before this key, the bucket starts where the previous bucket ends, so that no key is left out.
+    A search for a key therefore begins at the bucket of the key's interval, and if that bucket ends before
+    the key, continues with the next bucket. The last bucket is filled up with copies of the last key.
 
     Args:
         keys_n: int64 [n], ascending.

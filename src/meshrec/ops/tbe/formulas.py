@@ -59,7 +59,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Convert back the float64 tensor ``[HYPER_SIZE]`` returned by ``as_tensor``."""
+        """Build a ``Hyper`` from the float64 tensor ``[HYPER_SIZE]`` returned by ``as_tensor``."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "

@@ -391,9 +391,12 @@ def _summed_rows(
 ) -> tuple[list[Tensor], _Entries, Tensor]:
     """Sum the gradients for each touched row.
 
+    An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
+
     Returns:
-        Rows and gradients per table, as in ``tbe_sparse_grad``; the entries; and the run number per sorted
-            entry, counted across all tables.
+        - Rows and gradients per table, in alternation as in ``tbe_sparse_grad``.
+        - The sorted entries of the batch.
+        - Run number per sorted entry, counted across all tables, int64 [E].
     """
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)

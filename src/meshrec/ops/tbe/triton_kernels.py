@@ -62,8 +62,9 @@ def _load_rows(
 ):
     """Load rows from a table as fp32 [rows, BLOCK].
 
-    BITS 0: rows with WEIGHT values. Otherwise rows with integer codes, a scale and a bias, see
-    ``ops.nbit.naive``. Invalid rows, and columns beyond the width, are 0.
+    If BITS is 0, the table has floating-point rows with the dtype WEIGHT. Otherwise a row has integer codes,
+    a scale and a bias; see ``ops.nbit.naive``. The result is 0 for rows where ``is_valid`` is false, and for
+    columns beyond ``width``.
     """
     inside = is_valid[:, None] & (columns < width)[None, :]
     if BITS == 0:

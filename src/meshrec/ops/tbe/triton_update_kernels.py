@@ -105,9 +105,11 @@ def _decoupled_decay(w, hyper, DECAY: tl.constexpr):
 
 @triton.jit
 def _sum_of_squares(x, stats, first, column: tl.constexpr, STATS: tl.constexpr):
-    """Return the sum of squares for each row; with STATS, the sum over the whole row, read from ``stats``.
+    """Return the sum of squares for every row.
 
-    A column shard has only part of a row, so the sum over the whole row is computed before the update.
+    Without STATS, the rows ``x`` are whole, and the sum is computed from them. With STATS, ``x`` belongs to a
+    column shard, which has only a part of every row. The sum over the whole row was computed before the
+    update, and is read from ``stats``.
     """
     total = tl.sum(x * x, 1)
     if STATS:
@@ -153,7 +155,11 @@ def _rowwise_adagrad(w, g, total_at, first, stats, hyper, width, DECAY: tl.const
 def _direction(
     g, m_at, v_at, inside, first, stats, hyper, width, ROW_STATE: tl.constexpr, STATS: tl.constexpr
 ):
-    """Return Adam's update direction; see ``formulas._moments_step``. ROW_STATE: ``v`` is a value per row."""
+    """Return Adam's update direction, and update both moments in place; see ``formulas._moments_step``.
+
+    ``m_at`` and ``v_at`` point to the moments. With ROW_STATE, ``v`` has a value per row, otherwise a value
+    per element.
+    """
     beta1, beta2 = _load_hyper(hyper, _BETA1), _load_hyper(hyper, _BETA2)
     m = beta1 * tl.load(m_at, inside, 0.0) + (1 - beta1) * g
     tl.store(m_at, m, inside)
@@ -218,7 +224,7 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
 def _rowwise_rmsprop_ar(
     w, g, v_at, iter_at, first, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr
 ):
-    """Return the rows after a row-wise RMSprop step with shrinkage; see ``formulas``."""
+    """Return the rows after a row-wise RMSprop step with shrinkage; see ``formulas._rowwise_rmsprop_ar``."""
     lr, beta2, step = _load_hyper(hyper, _LR), _load_hyper(hyper, _BETA2), _load_hyper(hyper, _STEP)
     v = beta2 * tl.load(v_at, first, 0.0)
     v += (1 - beta2) * _mean_square(g, stats, first, hyper, width, STATS)
@@ -233,7 +239,7 @@ def _rowwise_rmsprop_ar(
 
 @triton.jit
 def _pointers(fields, first, TYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Load the address of the weight or of a state slot for each run, as a typed pointer."""
+    """Load the address in a table field (the weight or a state slot) for every run, as a typed pointer."""
     return tl.multiple_of(tl.load(fields, first, 0).to(tl.pointer_type(TYPE)), [4 * ALIGN])
 
 
