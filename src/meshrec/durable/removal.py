@@ -71,7 +71,7 @@ class Created(NamedTuple):
         """Create a folder and all missing parents.
 
         Returns:
-            Records for the new folders, innermost first: the order in which they can be removed.
+            Records for the new folders, innermost first, which is the order in which they can be removed.
 
         Raises:
             FileExistsError: the path exists and is not a folder.

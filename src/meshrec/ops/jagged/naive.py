@@ -60,7 +60,8 @@ def permute_jagged(
             that tracing and memory allocation know them without reading tensors.
 
     Returns:
-        Lengths [num_bags], values [num_values, ...], weights [num_values, ...] (without weights: [0]).
+        Lengths [num_bags], values [num_values, ...], and weights [num_values, ...]. If ``weights_N`` is None,
+            the weights are an empty tensor [0].
 
     Raises:
         ValueError: lengths do not sum to N, ``num_bags`` or ``num_values`` is wrong, or ``order`` has an

@@ -38,7 +38,8 @@ def _transfer(
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, int64 [number of failures, 2]: index in ``keys``, and cause. Empty if all went well.
+        Failures, int64 [number of failures, 2]. A row has the index in ``keys`` and the cause, as for
+            ``naive.records_read``. The result is empty if all went well.
     """
     # Parts may be parameters, which autograd protects from in-place writes.
     memory = [part.detach() for part in parts]

@@ -75,7 +75,7 @@ def records_read(
         ring: use io_uring where available, instead of threads.
 
     Returns:
-        Failures, int64 [number of failures, 2]: index in ``keys``, and the cause: ``DAMAGED``,
+        Failures, int64 [number of failures, 2]. A row has the index in ``keys``, and the cause: ``DAMAGED``,
             ``END_OF_FILE`` or the errno. If a request for several keys fails, only the first key may be
             listed.
     """
