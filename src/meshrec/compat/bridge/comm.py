@@ -59,7 +59,7 @@ def copy_to_device(module: nn.Module, current_device: torch.device, to_device: t
 
     Args:
         module: module to copy. It is not changed.
-        current_device: tensors on other devices are copied where they are.
+        current_device: device of the tensors to move. Copies of other tensors stay on their device.
         to_device: target device.
     """
 

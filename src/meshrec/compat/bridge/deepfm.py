@@ -45,12 +45,15 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """Concatenates the dense vector, the output of the deep half, and the factorization machine's output.
+    """Concatenates the dense vector, the deep output, and the factorization machine's output.
+
+    The deep output is a linear layer with ReLU over the dense vector and all embeddings. Without sparse
+    features, the result is the dense vector alone.
 
     Args:
         fm_in_features: total width of the dense vector and all embeddings.
         sparse_feature_names: sparse features, in the order of the embeddings.
-        deep_fm_dimension: output columns of the deep half.
+        deep_fm_dimension: columns of the deep output.
     """
 
     def __init__(self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int) -> None:
@@ -86,7 +89,7 @@ class SimpleDeepFMNN(nn.Module):
         num_dense_features: dense input columns.
         embedding_bag_collection: tables, all with the same width D.
         hidden_layer_size: hidden units in the dense MLP.
-        deep_fm_dimension: output columns of the deep half.
+        deep_fm_dimension: columns of the deep output; see `FMInteractionArch`.
 
     Raises:
         AssertedError: the collection has no tables, or table widths differ.

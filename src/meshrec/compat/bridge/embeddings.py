@@ -109,7 +109,10 @@ def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingCo
 def _skip_draws(
     tables: Sequence[embedding_configs.BaseEmbeddingConfig], device: torch.device | str | None
 ) -> None:
-    """Advance the RNG by the normal draws that torch's nn.Embedding would make."""
+    """Advance the random number generator as if torch's nn.Embedding initialized the tables.
+
+    Tables on ``meta`` and tables with hashed keys draw nothing.
+    """
     if device is not None and torch.device(device).type == "meta":
         return
     for config in tables:
@@ -319,7 +322,10 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
 
 
 def mark_data_parallel_skip_grad_sync(module: nn.Module) -> None:
-    """Mark a module as read-only. MeshRec exchanges no gradients for such tables in any case."""
+    """Mark a module as read-only, for `should_skip_data_parallel_grad_sync`.
+
+    The mark changes nothing else, because MeshRec exchanges no gradients for read-only tables.
+    """
     module._torchrec_data_parallel_skip_grad_sync = True
 
 
@@ -343,12 +349,15 @@ def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> l
 def concatenated_bags(
     pooled: list[Tensor], names: list[str], inverse_indices: tuple[list[str], Tensor] | None
 ) -> Tensor:
-    """Concatenate pooled rows along the columns, [B, sum of D].
+    """Concatenate the pooled rows of all features along the columns, [B, sum of D].
 
     Args:
-        pooled: pooled rows [B_i, D_i] per feature. With inverse indices, the entries are replaced in place.
-        names: feature name per entry.
-        inverse_indices: keys and the row for every key and sample [K, B], for variable batch sizes; or None.
+        pooled: for every feature i, pooled rows [B_i, D_i]. With inverse indices, the list entries are
+            replaced.
+        names: for every entry of ``pooled``, the feature name.
+        inverse_indices: for features with different batch sizes, the feature names, and an index tensor
+            [K, B] with the row of every sample in the pooled rows of every feature. None: all batch sizes are
+            equal.
     """
     if inverse_indices is not None:
         rows = positions_of(inverse_indices[0])
@@ -393,7 +402,7 @@ def jagged(
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:
-    """Set the attributes of a collection without tables. MeshRec's constructor rejects such a collection."""
+    """Initialize a collection without tables, which the constructor of MeshRec's class would reject."""
     nn.Module.__init__(collection)
     collection._configs = []
     collection._updater = None

@@ -41,11 +41,13 @@ def average_threshold_filter(id_counts: Tensor) -> tuple[Tensor, Tensor]:
 def probabilistic_threshold_filter(
     id_counts: Tensor, per_id_probability: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Admit an ID with probability ``per_id_probability`` per occurrence. Draws from torch's global
-    generator.
+    """Admit an ID with probability ``per_id_probability`` per occurrence.
+
+    Random numbers come from torch's global generator.
 
     Returns:
-        Mask of admitted IDs, and a random threshold per ID.
+        Mask of admitted IDs, and a random threshold per ID. An ID is admitted if its admission probability is
+        above the threshold.
     """
     # 1 - (1 - p) ** count is the probability of admission in any of `count` occurrences.
     probability = torch.full_like(id_counts, 1 - per_id_probability, dtype=torch.float)
@@ -58,9 +60,9 @@ class MCHEvictionPolicyMetadataInfo(NamedTuple):
 
     metadata_name: str
     is_mch_metadata: bool
-    """Whether the module stores the statistic per ID with a row."""
+    """Whether the module stores the statistic for every ID with a row."""
     is_history_metadata: bool
-    """Whether the module stores the statistic per history entry."""
+    """Whether the module stores the statistic for every occurrence of an ID in the history."""
 
 
 class MCHEvictionPolicy:
@@ -69,7 +71,8 @@ class MCHEvictionPolicy:
     A custom policy implements ``scores``, or overrides the three methods of TorchRec's policies.
 
     Args:
-        metadata_info: statistics of the policy: ``counts``, ``last_access_iter``.
+        metadata_info: descriptions of the statistics that the policy keeps per ID, such as ``counts`` and
+            ``last_access_iter``.
         threshold_filtering_func: admission filter for history IDs; None: admit all.
     """
 
@@ -118,12 +121,13 @@ class MCHEvictionPolicy:
             current_iter: training iteration.
             history_metadata: statistics by name, per history entry.
             unique_ids_counts: occurrences per distinct ID, [N].
-            unique_inverse_mapping: distinct-ID index per history entry, and per additional ID after them.
+            unique_inverse_mapping: for every history entry, and then for every additional ID, the index of
+                its distinct ID.
             additional_ids: IDs of the current iteration that are not in the history; or None.
             threshold_mask: admission mask [N]; None: admit all.
 
         Returns:
-            Latest iteration by statistic, for admitted IDs only.
+            By statistic name, the latest iteration of every admitted ID.
         """
         coalesced = {}
         for name, history in history_metadata.items():
@@ -146,20 +150,26 @@ class MCHEvictionPolicy:
         mch_metadata: dict[str, Tensor],
         coalesced_history_metadata: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Update the statistics, and select the IDs to evict and to admit. The last slot stays unused.
+        """Update the statistics, and select the IDs to evict and to admit.
+
+        A slot is an entry in the module's list of IDs, and belongs to a table row. The last slot is never
+        evicted, because all IDs without a slot share its row.
 
         Args:
             current_iter: training iteration.
             mch_size: number of slots Z.
-            coalesced_history_argsort_mapping: permutation that sorts the history IDs by count, [N].
-            coalesced_history_sorted_unique_ids_counts: counts in that order, [N].
-            coalesced_history_mch_matching_elements_mask: whether the module has the ID, bool [N].
-            coalesced_history_mch_matching_indices: slots of the IDs that it has.
-            mch_metadata: statistics per slot, [Z]. Updated in place.
-            coalesced_history_metadata: results of ``coalesce_history_metadata``.
+            coalesced_history_argsort_mapping: permutation that sorts the distinct history IDs by
+                descending count, [N].
+            coalesced_history_sorted_unique_ids_counts: occurrences of these IDs in the sorted order, [N].
+            coalesced_history_mch_matching_elements_mask: for every ID in this order, whether it has a slot,
+                bool [N].
+            coalesced_history_mch_matching_indices: slots of the IDs with a slot.
+            mch_metadata: statistics by name, with an entry per slot, [Z]. Updated in place.
+            coalesced_history_metadata: result of ``coalesce_history_metadata``.
 
         Returns:
-            Slots to evict, and for every slot the index of the new ID among the IDs that the module lacks.
+            Slots whose IDs are evicted, and the IDs that replace them. A replacement is given as an index
+            among the history IDs without a slot. Both tensors have the same length.
         """
         is_present = coalesced_history_mch_matching_elements_mask
         slots = coalesced_history_mch_matching_indices

@@ -24,8 +24,10 @@ _logger = logging.getLogger("meshrec")
 
 
 class _BridgedModule(ModuleType):
-    """Module with a TorchRec name, whose attributes are MeshRec's objects. An attribute is resolved at first
-    use.
+    """Module with a TorchRec name, whose attributes are MeshRec's objects.
+
+    An attribute is imported from MeshRec when the program first reads it. If the program replaces an
+    attribute, the replacement also takes effect in MeshRec's module.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -203,7 +205,10 @@ def _hooked_spec(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None
 
 
 def _hook_spawner(module: Any) -> None:
-    """Change a module that starts processes, so that its child processes install the same bridge."""
+    """Change a module that starts processes, so that its child processes install the same bridge.
+
+    Replaces the function ``get_preparation_data``, whose result is pickled for the child.
+    """
     # Python's multiprocessing pickles this dict for the child, which unpickles it before it imports the
     # script.
     describe = module.get_preparation_data
@@ -263,7 +268,14 @@ def _resolve(target: str) -> Any:
 
 
 def _defining_module(path: str, name: str) -> ModuleType | None:
-    """Return the MeshRec module that defines a bridged name; None for modules and for torch's names."""
+    """Return the MeshRec module that defines the object behind a bridged name.
+
+    None if the name is a module, is an object of torch, or has another name in MeshRec.
+
+    Args:
+        path: bridged module, such as ``torchrec.optim``.
+        name: name in the bridged module.
+    """
     target, _, attribute = MODULES[path].get(name, "").partition(":")
     return importlib.import_module(target) if attribute == name and target.startswith("meshrec.") else None
 

@@ -38,7 +38,7 @@ class CallableFusedOptimizer(tables.FusedOptimizer):
 
 
 class _Fused:
-    """Common base of both fused collections."""
+    """Common base of both fused collections: attaches the optimizer, and returns it by TorchRec's methods."""
 
     _updater: WholeTables | None
 

@@ -49,8 +49,9 @@ class HashZchEvictionConfig:
 
     Attributes:
         features: features of the table.
-        single_ttl: time to live: hours without a read after which an ID may be evicted.
-        per_feature_ttl: the same, per feature.
+        single_ttl: time to live (TTL) for the IDs of all features: hours without a read after which an ID may
+            be evicted.
+        per_feature_ttl: time to live in hours for the IDs of every feature, in the order of ``features``.
     """
 
     features: list[str]
@@ -178,8 +179,8 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
         """Assign rows to new IDs, and renew the expiry hours of all IDs with a row.
 
-        If free rows run out, other IDs are evicted as the policy allows. Then the remaining new IDs stay
-        unassigned until a later batch.
+        If there are too few free rows, IDs outside this batch are evicted as the policy allows. New IDs for
+        which there is still no row stay without a row until a later batch.
 
         Args:
             ids: raw IDs, int64 [N]; may repeat.
@@ -222,7 +223,15 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return torch.tensor(self._hours).repeat_interleave(counts) + now
 
     def _make_room(self, num_rows: int, keep: Tensor) -> int:
-        """Evict up to ``num_rows`` IDs, never those in rows ``keep``. Return the number of freed rows."""
+        """Evict IDs that the policy allows to evict, those with the earliest expiry first.
+
+        Args:
+            num_rows: maximum number of IDs to evict.
+            keep: indices of rows whose IDs must stay.
+
+        Returns:
+            Number of freed rows.
+        """
         if self._policy is None:
             return 0
         due = self._hash_zch_used.clone()
@@ -241,7 +250,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return len(rows)
 
     def evict(self) -> Tensor | None:
-        """Return the rows evicted since the last call; None if there are none."""
+        """Return the indices of the rows from which IDs were evicted since the last call; None if none."""
         evicted, self._evicted = self._evicted, []
         return torch.cat(evicted).unique() if evicted else None
 
@@ -275,7 +284,15 @@ def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
 
 
 def _check_options(more: dict[str, Any]) -> None:
-    """Raise an error for an unknown option, or for an option without its default value."""
+    """Check TorchRec options which MeshRec lacks.
+
+    Args:
+        more: options by name.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: the value of an option differs from the default.
+    """
     for option, value in more.items():
         if option not in _NOT_HERE:
             raise TypeError(f"HashZchManagedCollisionModule has no argument {option!r}. Leave it out.")
@@ -287,7 +304,13 @@ def _check_options(more: dict[str, Any]) -> None:
 
 
 def _hours_of(policy: HashZchEvictionPolicyName | None, config: HashZchEvictionConfig | None) -> list[int]:
-    """Return the TTL in hours per feature, or a single TTL for all features."""
+    """Return the time to live in hours, as a list with a value per feature, or with one value for all.
+
+    Without a policy, the value is 0.
+
+    Raises:
+        ValueError: the policy's time to live is missing, or a feature has none.
+    """
     if policy is None:
         return [0]
     if policy is HashZchEvictionPolicyName.PER_FEATURE_TTL_EVICTION:

@@ -55,7 +55,9 @@ class ConsoleScalarLoggerBackend(ScalarLoggerBackend):
 
 
 class ScalarLogger(nn.Module):
-    """Counts ID outcomes for a table, and reports rates every ``frequency`` steps.
+    """Counts how the IDs of a table were remapped to rows, and reports rates every ``frequency`` steps.
+
+    An ID is a hit if it already has a row, an insert if it gets a free row, and otherwise a collision.
 
     Args:
         name: table name.
@@ -63,7 +65,8 @@ class ScalarLogger(nn.Module):
         frequency: steps between reports.
         start_bucket: first bucket on this rank. Only the rank with bucket 0 reports.
         num_buckets_per_rank: number of buckets; must divide ``zch_size``.
-        num_reserved_slots_per_bucket: rows per bucket for IDs without opt-in.
+        num_reserved_slots_per_bucket: rows at the end of every bucket which are reserved for IDs without
+            opt-in.
         device: device of the IDs.
         disable_fallback: whether IDs without a row are dropped.
         log_file_path: file for the default backend; empty: log only.
@@ -115,7 +118,9 @@ class ScalarLogger(nn.Module):
         self._sum_eviction_age = 0.0
 
     def should_report(self) -> bool:
-        """Return whether a report is due and any IDs were counted."""
+        """Return whether a report is due: on the rank with bucket 0, in every ``frequency``-th step, if IDs
+        were counted.
+        """
         is_due = int(self._scalar_logger_steps) % self._frequency == 0
         return self._start_bucket == 0 and self._total_cnt > 0 and is_due
 
@@ -136,10 +141,11 @@ class ScalarLogger(nn.Module):
             identities_0: ID per row before the batch, [rows, 1]; -1: free.
             identities_1: ID per row after the batch, [rows, 1].
             values: IDs of the batch.
-            remapped_ids: rows of the IDs that have a row.
-            hit_indices: positions of these IDs in ``values``.
-            evicted_emb_indices: evicted rows.
-            metadata: expiry hour per row, [rows, 1].
+            remapped_ids: row index of every ID. With ``disable_fallback``, IDs without a row are left out.
+            hit_indices: for every entry of ``remapped_ids``, the position of the ID in ``values``. Only read
+                with ``disable_fallback``.
+            evicted_emb_indices: row indices from which IDs were evicted; None: none.
+            metadata: for every row, the hour (counted from the epoch) at which the ID expires, [rows, 1].
             eviction_config: policy options.
 
         Raises:
@@ -173,7 +179,12 @@ class ScalarLogger(nn.Module):
             self._sum_eviction_age += int(age.sum())
 
     def forward(self, run_type: str, identities: Tensor) -> None:
-        """Count a step, and report if due. ``identities``: ID per row, [rows, 1]."""
+        """Count a step. If a report is due, send the report and reset the counters.
+
+        Args:
+            run_type: name for the report, such as ``"train"``.
+            identities: ID per row, [rows, 1]; -1: free.
+        """
         if self.should_report():
             counts = {
                 "hit_rate": self._hit_cnt,

@@ -91,7 +91,15 @@ class DummyKeyedOptimizer(KeyedOptimizer):
 def _without_parameters(
     optim_factory: Callable[[Any], torch.optim.Optimizer], pass_params_dict: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer without parameters, which torch's constructors reject."""
+    """Return an optimizer without any parameters.
+
+    torch's constructors reject an empty parameter list. So the optimizer is constructed with a placeholder,
+    which is then removed.
+
+    Args:
+        optim_factory: constructs the optimizer.
+        pass_params_dict: whether the factory takes a dict of parameters instead of a list.
+    """
     # Two dimensions, because row-wise optimizers reject other parameters.
     placeholder = torch.nn.Parameter(torch.empty(0, 0))
     optimizer = optim_factory({"": placeholder} if pass_params_dict else [placeholder])
@@ -116,19 +124,19 @@ class Forwarding:
             optimizer.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Call the inner optimizers' hooks after loading."""
+        """Call ``post_load_state_dict`` on every wrapped optimizer, after a state dict was loaded."""
         call_where_defined(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Forward to the inner optimizers with this method."""
+        """Call ``set_optimizer_step`` on every wrapped optimizer with this method."""
         call_where_defined(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Forward to the inner optimizers with this method."""
+        """Call ``update_hyper_parameters`` on every wrapped optimizer with this method."""
         call_where_defined(self._inner(), "update_hyper_parameters", params_dict)
 
     def scratch_buffers(self) -> tuple[Tensor, ...]:
-        """Return the scratch buffers of the inner optimizers with this method."""
+        """Return the scratch buffers of all wrapped optimizers with such a method."""
         having = [optimizer for optimizer in self._inner() if hasattr(optimizer, "scratch_buffers")]
         return tuple(buffer for optimizer in having for buffer in optimizer.scratch_buffers())
 
@@ -272,7 +280,7 @@ def apply_torchrec_conventions(optimizer: keyed.KeyedOptimizer) -> None:
 
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
-    """Hook that torch calls after a state dict was loaded."""
+    """Hook that torch calls after a state dict was loaded: call the optimizer's ``post_load_state_dict``."""
     call_where_defined([optimizer], "post_load_state_dict")
 
 
@@ -305,13 +313,13 @@ def batch_cal_norm(
     norm_type: float = 2.0,
     process_groups: Iterable[dist.ProcessGroup] | None = None,
 ) -> Tensor:
-    """Return the joint norm to the power ``norm_type``; for inf, the joint norm itself.
+    """Return the p-norm of all gradients together, to the power p. For p = inf, return the norm itself.
 
     Args:
-        grad_list: gradients. Without values, the result is 0, or -inf for the inf norm.
+        grad_list: gradients. If all are empty, the local result is 0, or -inf for the inf norm.
         max_norm: ignored.
         norm_type: order p.
-        process_groups: groups over which to reduce, in order.
+        process_groups: groups whose ranks combine their results, one group after another.
     """
     is_max = norm_type == torch.inf
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grad_list if grad.numel()]

@@ -27,16 +27,16 @@ def lazy_apply(module: M, fn: Function) -> M:
 
 
 def _apply_waiting(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook that applies the waiting functions, and then removes itself."""
+    """Forward hook that applies all functions passed to `lazy_apply`, and then removes itself."""
     for fn in vars(module).pop("_functions_to_lazy_apply"):
         module.apply(fn)
     vars(module).pop("_lazy_apply_hook").remove()
 
 
 class LazyModuleExtensionMixin(LazyModuleMixin):
-    """torch's LazyModuleMixin, which rejects ``apply`` before the first forward pass.
+    """torch's LazyModuleMixin with an ``apply`` which raises an error before the first forward pass.
 
-    torch itself now passes keyword arguments to ``initialize_parameters``.
+    TorchRec's mixin also passes keyword arguments to ``initialize_parameters``, which torch now does itself.
     """
 
     def apply(self, fn: Function) -> Any:

@@ -30,13 +30,15 @@ Jagged = dict[str, JaggedTensor]
 
 
 class ManagedCollisionModule(nn.Module, ABC):
-    """Base class of modules which map raw IDs to rows in ``[0, output_size())``, and change the map in
-    training.
+    """Base class of modules which map raw IDs to rows in ``[0, output_size())``.
+
+    In training, the module changes the map: it admits new IDs to rows, and evicts other IDs.
 
     Args:
         device: device for the state.
-        output_segments: boundaries at which the rows can be resharded.
-        skip_state_validation: whether to omit these boundaries from the state.
+        output_segments: row indices at which the rows may be split when a checkpoint is loaded.
+        skip_state_validation: whether to omit ``output_segments`` from the state, so that they are not
+            checked when a checkpoint is loaded.
         read_only_suffix: suffix of read-only feature names; only some subclasses use it.
         enable_per_feature_lookups: must be False.
     """
@@ -85,11 +87,16 @@ class ManagedCollisionModule(nn.Module, ABC):
 
     @abstractmethod
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features in training. Admit and evict IDs when due."""
+        """Record the features in training, admit and evict IDs when due, and return the features."""
 
     @abstractmethod
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Replace IDs by rows."""
+        """Return the features with IDs replaced by row indices.
+
+        Args:
+            features: bags of IDs by feature.
+            mutate_miss_lengths: whether bags get shorter if the module drops IDs without a row.
+        """
 
     @abstractmethod
     def evict(self) -> Tensor | None:
@@ -212,7 +219,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @property
     def _metadata(self) -> dict[str, Tensor]:
-        """Return the statistics of the eviction policy per row, by name."""
+        """Return the eviction policy's statistics by name. A statistic has an entry per row."""
         names = [info.metadata_name for info in self._eviction_policy.metadata_info if info.is_mch_metadata]
         return {name: self.get_buffer(f"_mch_{name}") for name in names}
 
@@ -227,7 +234,10 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @torch.no_grad()
     def profile(self, features: Jagged) -> Jagged:
-        """Record the features in training. Admit and evict IDs when due."""
+        """Record the IDs of the features in training, and return the features unchanged.
+
+        Every ``eviction_interval`` iterations, admit and evict IDs.
+        """
         if not self.training:
             return features
         if self._current_iter == -1:
@@ -273,7 +283,12 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
             values.copy_(values[order])
 
     def _search(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the insertion point per ID in the sorted IDs, and whether the ID is present."""
+        """Search for IDs [n] among the IDs with a row.
+
+        Returns:
+            For every ID, the position in ``_mch_sorted_raw_ids``, int64 [n], and whether the ID is there,
+            bool [n]. For an absent ID, the position is the one at which it would be inserted.
+        """
         # Without the last slot, so that the index of an absent ID stays in range. That slot is the shared
         # row.
         slots = torch.searchsorted(self._mch_sorted_raw_ids[:-1], ids)
@@ -294,7 +309,12 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return self._zch_size - 1 - torch.searchsorted(self._mch_sorted_raw_ids, torch.tensor([_EMPTY]))
 
     def validate_state(self) -> None:
-        """Raise ValueError if this module's rows do not align with the saved segments."""
+        """Check the loaded state, and sort it by ID.
+
+        Raises:
+            ValueError: the row range of this module does not start and end at boundaries of the saved
+                segments.
+        """
         start, end = self._offset, self._offset + self._zch_size
         saved = self._output_segments_tensor
         if start not in saved or end not in saved:
@@ -345,7 +365,15 @@ class _History:
         self._metadata.append(metadata)
 
     def take(self, current_iter: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return distinct IDs, counts and policy statistics, and clear the history."""
+        """Summarize the history per ID, and clear it.
+
+        Args:
+            current_iter: training iteration.
+
+        Returns:
+            Distinct IDs [n], their occurrences [n], and the policy's statistics [n] by name. IDs that the
+            policy's admission filter rejects are left out.
+        """
         policy = self._policy
         ids, inverse, counts = torch.unique(torch.cat(self._ids), return_inverse=True, return_counts=True)
         history = {name: torch.cat([metadata[name] for metadata in self._metadata]) for name in self._names}
@@ -423,10 +451,10 @@ class ManagedCollisionCollection(nn.Module):
 def rows_of_ids(
     features: dict[str, JaggedTensor], sorted_ids: Tensor, rows: Tensor, last_row: int
 ) -> dict[str, JaggedTensor]:
-    """Replace IDs by rows.
+    """Return bags by feature, in which row indices replace the IDs.
 
     Args:
-        features: IDs by feature.
+        features: bags of IDs by feature.
         sorted_ids: IDs with a dedicated row, ascending [Z].
         rows: row per sorted ID [Z].
         last_row: row for all other IDs.
@@ -443,9 +471,11 @@ def rows_of_ids(
 def bags_by_table(
     features: KeyedJaggedTensor, feature_names: list[str], counts: list[int], tables: list[str]
 ) -> list[dict[str, JaggedTensor]]:
-    """Merge every table's features into one JaggedTensor under the table name.
+    """Concatenate the features of every table, and return a dict per table.
 
-    The weights hold the ID count per feature, which TorchRec's per-feature policies read.
+    A dict has the table name as its only key. The JaggedTensor has the bags of all features of the table. Its
+    weights are not per value: they hold the number of IDs per feature, which TorchRec's per-feature policies
+    read.
 
     Args:
         features: bags in any feature order.
@@ -465,12 +495,12 @@ def bags_by_table(
 def joined_tables(
     features: KeyedJaggedTensor, feature_names: list[str], remapped: list[dict[str, JaggedTensor]]
 ) -> KeyedJaggedTensor:
-    """Combine the remapped bags into a KeyedJaggedTensor.
+    """Combine the remapped bags of all tables into a KeyedJaggedTensor.
 
     Args:
-        features: original bags, for their weights.
+        features: original bags. The result has their weights.
         feature_names: features in table order.
-        remapped: module results by table.
+        remapped: for every table, the result of ``remap``.
     """
     values: list[Tensor] = []
     lengths: list[Tensor] = []

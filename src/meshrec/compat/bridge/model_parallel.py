@@ -38,18 +38,18 @@ _SYNC_BUFFERS = (
 
 
 class DataParallelWrapper(ABC):
-    """Strategy that makes the dense part of a model data-parallel.
+    """Strategy that makes the dense part of a model data-parallel, for example with DistributedDataParallel.
 
-    Its ``wrap`` replaces ``dmp._dmp_wrapped_module``.
+    Subclasses implement ``wrap``, which replaces the attribute ``_dmp_wrapped_module`` of the model.
     """
 
     @abstractmethod
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Wrap ``dmp._dmp_wrapped_module`` in place.
+        """Replace ``dmp._dmp_wrapped_module`` by a data-parallel module.
 
         Args:
             dmp: model to change.
-            env: ranks.
+            env: ranks over which the model is data-parallel and sharded.
             device: device of the dense part.
         """
 

@@ -6,7 +6,7 @@ _CORE_PLAN = "meshrec.plan.sharding_plan"
 
 
 def _of(module: str, names: str) -> dict[str, str]:
-    """Map each of the space-separated names to the object with the same name in ``module``."""
+    """Return a dict from every name to ``module:name``. ``names`` is separated by spaces."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 

@@ -50,7 +50,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _ListedNames(EnumMeta):
-    """Metaclass: the error for an unknown optimizer lists the known ones."""
+    """Metaclass for `EmbOptimType`. If a member does not exist, the error lists all members."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -106,7 +106,9 @@ _SPECS: dict[str, type[OptimizerSpec]] = {
 
 
 def spec_of(fused_params: Any) -> OptimizerSpec:
-    """Return the optimizer from ``fused_params``; FBGEMM's default SGD if they name none.
+    """Return the optimizer that a sharder's ``fused_params`` describe.
+
+    If they do not name an optimizer, return SGD, which is FBGEMM's default.
 
     Raises:
         ValueError: the optimizer or an argument is not supported.

@@ -70,7 +70,13 @@ class FixedPercentageStorageReservation:
 
 
 class HeuristicalStorageReservation(FixedPercentageStorageReservation):
-    """Memory fraction plus the dense model's bytes, if ``dense_tensor_estimate`` is given."""
+    """Memory reserved for other uses than tables: a fraction, and bytes for the dense model.
+
+    Args:
+        percentage: fraction of the memory, in [0, 1].
+        parameter_multiplier: ignored.
+        dense_tensor_estimate: bytes of the dense model; None: 0.
+    """
 
     def __init__(
         self,
@@ -86,10 +92,11 @@ class EmbeddingShardingPlanner:
     """MeshRec's planner with TorchRec's arguments.
 
     Args:
-        topology, batch_size, constraints: as for TorchRec's. Constraints may also be MeshRec's.
+        topology, batch_size, constraints: as for TorchRec's planner. Constraints may also be MeshRec's.
         storage_reservation: reservation object (default: 15 % stays free).
         timeout_seconds: search time limit in seconds.
-        stats, debug: ignored: nothing is printed. ``print(plan.planned)`` shows the plan and the bound.
+        stats, debug: ignored, so nothing is printed. ``print(plan.planned)`` shows the plan, and a lower
+            bound on the step time of any plan.
         enumerator, proposer, partitioner, performance_model, callbacks, plan_loader: must be None.
 
     Raises:
@@ -166,7 +173,11 @@ class EmbeddingShardingPlanner:
         return self._torchrec_plan(plan, tables)
 
     def _planner(self, tables: "Sequence[_Table]") -> planners.EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the constraints for these tables."""
+        """Return MeshRec's planner with the constraints for these tables.
+
+        Raises:
+            ValueError: a constraint names a table which the model does not have.
+        """
         names = [table.name for table in tables]
         if unknown := [name for name in self._constraints if name not in names]:
             raise ValueError(
@@ -180,7 +191,11 @@ class EmbeddingShardingPlanner:
         )
 
     def _core_constraints(self, table: "_Table") -> types.ParameterConstraints:
-        """Return a table's constraints in MeshRec's form, restricted to the sharder's answers."""
+        """Return a table's constraints in MeshRec's form, without the sharding types excluded by the sharder.
+
+        Raises:
+            ValueError: no sharding type is left.
+        """
         given = self._constraints.get(table.name)
         if isinstance(given, ParameterConstraints):
             given = given.to_core(
@@ -209,7 +224,11 @@ class EmbeddingShardingPlanner:
         return replace(present, sharding_types=both, all_ranks=present.ranks is None)
 
     def _kernel(self, table: "_Table", kind: ShardingType) -> str | None:
-        """Return the compute kernel for a table and sharding type; None if the type is not allowed."""
+        """Return the compute kernel for a table with a sharding type.
+
+        The kernel follows from the kernels that the sharder offers and the constraints allow. None if there
+        is none: the table must not get this sharding type.
+        """
         offered = _kernels_of(table.sharder, kind, self._topology.compute_device)
         given = self._constraints.get(table.name)
         requested = given.kernels if isinstance(given, ParameterConstraints) else None
@@ -223,7 +242,7 @@ class EmbeddingShardingPlanner:
         return kernels[0] if kernels else None
 
     def _torchrec_plan(self, planned: Any, tables: "Sequence[_Table]") -> ShardingPlan:
-        """Convert MeshRec's plan to TorchRec's form, with the compute kernels which the sharders allow."""
+        """Convert MeshRec's plan to TorchRec's form, and set the compute kernel of every table."""
         plan = from_core(planned, world_size=self._topology.world_size, local_size=self._topology.local_size)
         for table in tables:
             placed = plan.plan[table.path][table.name]
@@ -237,7 +256,7 @@ class EmbeddingShardingPlanner:
 
 
 class _Table(NamedTuple):
-    """Table of the planned model, with the sharder."""
+    """Table of the model to plan, with its path, its features and the sharder of its module."""
 
     path: str
     name: str
@@ -261,7 +280,7 @@ def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
 
 
 def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
-    """Return the sharder's compute kernels, restricted to MeshRec's."""
+    """Return the sharder's compute kernels for a sharding type, without kernels which MeshRec lacks."""
     if not hasattr(sharder, "compute_kernels"):
         is_dense = kind is ShardingType.DATA_PARALLEL or getattr(sharder, "optimizer", None) is None
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]

@@ -16,7 +16,10 @@ from meshrec.plan import sharding_plan as core
 
 
 class BoundsCheckMode(enum.IntEnum):
-    """FBGEMM's handling for out-of-range IDs. In MeshRec, this is a collection option."""
+    """FBGEMM's names for the handling of IDs outside a table.
+
+    In MeshRec, the handling is an option of a collection, not of a table. Only FATAL and V2_FATAL are errors.
+    """
 
     FATAL = 0
     WARNING = 1
@@ -28,7 +31,7 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 def is_error(mode: Any) -> bool:
-    """Return whether a mode raises an error, which collections do by default."""
+    """Return whether a mode raises an error for IDs outside the table, as MeshRec's collections do."""
     return mode in (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 
@@ -102,7 +105,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def to_core(plan: Any) -> core.ShardingPlan:
-    """Convert a plan in either form to MeshRec's form.
+    """Convert TorchRec's plan of a model to MeshRec's. A plan of MeshRec is returned unchanged.
 
     Raises:
         TypeError: ``plan`` is not a model plan.
@@ -119,7 +122,7 @@ def to_core(plan: Any) -> core.ShardingPlan:
 
 
 def module_to_core(tables: Mapping[str, Any]) -> core.EmbeddingModuleShardingPlan:
-    """Convert a module plan in either form to MeshRec's form.
+    """Convert a module plan to MeshRec's form. Its entries may be TorchRec's or MeshRec's.
 
     Raises:
         TypeError: ``tables`` is not a module plan.
@@ -235,7 +238,12 @@ def _shard_to_core(shard: ShardMetadata) -> core.ShardMetadata:
 
 
 def _member(kind: Any, table: str, value: object) -> Any:
-    """Return the enum member with a value, which may also be a member of TorchRec's enum.
+    """Return the member of an enum with a given value.
+
+    Args:
+        kind: enum class of MeshRec.
+        table: table name, for the error.
+        value: value, or a member of another enum with this value, such as TorchRec's.
 
     Raises:
         ValueError: the enum has no such value.

@@ -61,7 +61,11 @@ class QCommsConfig:
 
 
 class QuantizedCommCodec:
-    """Codec for a single direction of a collective, in a MeshRec wire format."""
+    """Codec for one direction of a collective: forward, or backward.
+
+    Args:
+        format: MeshRec wire format, that is, the encoding of values on the way to other ranks.
+    """
 
     def __init__(self, format: WireFormat) -> None:
         self.format = format

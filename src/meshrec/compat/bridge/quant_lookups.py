@@ -60,7 +60,22 @@ def _forward(
     out_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Look up a feature in a table. The result is flat if ``pooling`` is 2."""
+    """Look up a feature in a table with the quantized kernel.
+
+    Args:
+        weight: quantized rows, uint8 [rows, bytes].
+        values: IDs [N].
+        offsets: bag boundaries [B + 1].
+        sample_weights: per-sample weights [N], or None.
+        bits: bits per code.
+        dim: width D.
+        pooling: 0: sum, 1: mean, 2: none.
+        out_size: number of columns of the result.
+        dtype: result dtype.
+
+    Returns:
+        Pooled rows [B, D]; the rows of all IDs as a flat tensor if ``pooling`` is 2.
+    """
     tables, features, names = [weight], [0], torch.empty(0, dtype=torch.uint8)
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         return operators.nbit_forward(  # type: ignore[no-any-return]
@@ -113,12 +128,15 @@ def rows_within(
     pooling: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return a table shard's rows for a feature, on the device of the IDs.
+    """Look up a feature in one shard of a table.
+
+    IDs whose rows are in other shards contribute nothing to sums and means.
 
     Args:
         weight: parameter that holds the shard.
-        location: the shard's start in the parameter, row count, stored row width, first table row, and the
-            table's row count.
+        location: five numbers: index of the shard's first element in the flat parameter, number of rows in
+            the shard, elements per stored row, table row at which the shard starts, and number of rows in the
+            table.
         values: IDs [N].
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
@@ -126,6 +144,9 @@ def rows_within(
         dim: shard columns.
         pooling: 0: sum, 1: mean, 2: a row per ID, with zeros for IDs in other shards.
         dtype: result dtype.
+
+    Returns:
+        Pooled rows [B, dim], or a row per ID [N, dim], on the device of the IDs.
 
     Raises:
         ValueError: an ID is outside the table.
@@ -163,5 +184,5 @@ def rows_within(
 
 
 def mean_of(total: Tensor, offsets: Tensor) -> Tensor:
-    """Divide bag sums by bag lengths; 0 for empty bags."""
+    """Divide bag sums [B, D] by bag lengths. The mean of an empty bag is 0."""
     return total / (offsets[1:] - offsets[:-1]).clamp(min=1).unsqueeze(1).to(total.dtype)

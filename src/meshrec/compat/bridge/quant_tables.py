@@ -15,7 +15,7 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 class TableSpec(NamedTuple):
-    """Table in a group."""
+    """Name, size and data type of a table in a `QuantTableGroup`."""
 
     name: str
     num_embeddings: int
@@ -24,12 +24,14 @@ class TableSpec(NamedTuple):
 
 
 class QuantTableGroup:
-    """Quantized tables with the same pooling type. TorchRec has a batched kernel object here.
+    """Quantized tables with the same pooling type, and access to their rows on this rank.
+
+    It replaces TorchRec's batched kernel object (TBE, table batched embedding).
 
     Args:
         specs: tables.
-        parts: local shards per table: (first row, view of the rows).
-        built: sharded module's parts; None if the module is not sharded.
+        parts: for every table, the local shards as pairs of the first table row and a view of the rows.
+        built: parts of the sharded module with these tables; None if the module is not sharded.
     """
 
     def __init__(
@@ -43,7 +45,12 @@ class QuantTableGroup:
         self._built = built
 
     def split_embedding_weights(self) -> list[Rows]:
-        """Return the rows per table: views, or a copy if the table has several local shards."""
+        """Return this rank's rows of every table.
+
+        Returns:
+            A pair per table. The first element has the rows, as a view, or as a copy if the table has several
+            local shards. The second element is None, because the rows contain their scales.
+        """
         return [
             (views[0][1] if len(views) == 1 else torch.cat([rows for _, rows in views]), None)
             for views in self._parts
@@ -95,7 +102,10 @@ def table_groups(module: Any) -> list[QuantTableGroup]:
 
 
 def _views(built: ModuleParts, config: Any) -> list[tuple[int, Tensor]]:
-    """Return this rank's shards of a table as (first row, view of the rows), by first row.
+    """Return this rank's shards of a table.
+
+    Returns:
+        Pairs of the first table row and a view of the shard's rows, in ascending order of the first row.
 
     Raises:
         ValueError: the table is split by columns.

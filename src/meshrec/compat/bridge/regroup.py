@@ -35,7 +35,7 @@ class PermuteMultiEmbedding(nn.Module):
         """Set the regroup arguments, as returned by ``kt_regroup_arguments``.
 
         Args:
-            permute: pieces, int32 [P, 6].
+            permute: a row per slice to copy from an input to an output, int32 [P, 6].
             in_shapes: input widths, int32.
             out_shapes: output widths, int32.
             out_lengths: output widths as a list.

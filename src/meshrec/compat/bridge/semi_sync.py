@@ -138,6 +138,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         }
 
     def _match_groups(self, new_groups: Sequence[Mapping[str, Any]] | None) -> Any:
+        """Return the pairs of a loaded and a current param group, for both optimizers."""
         # Matched separately, because both optimizers may have groups with the same parameters.
         if new_groups is None:
             return []
@@ -166,7 +167,10 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         return params
 
     def _all_state(self) -> dict[Tensor, "_Slots"]:
-        """Return the state of every parameter, with prefixed slots from both optimizers."""
+        """Return the state of every parameter, with the slots of both optimizers under prefixed names.
+
+        Parameters of the global optimizer also get both step counters.
+        """
         state: dict[Tensor, _Slots] = {}
         for prefix, optimizer in zip(_PREFIXES, self._inner(), strict=True):
             for parameter, slots in optimizer.state.items():
@@ -184,14 +188,18 @@ _PREFIXES = (SEMI_SYNC_LOCAL_STATE_KEY, SEMI_SYNC_GLOBAL_STATE_KEY)
 
 
 class _Slots(dict[str, Any]):
-    """Parameter state merged from several dicts. Assignments write through to the source dict."""
+    """State of one parameter, merged from the state dicts of both optimizers.
+
+    A slot is an entry of the state, such as ``exp_avg``. Assigning a slot also changes the dict from which
+    the slot came.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._owners: dict[str, tuple[Any, str]] = {}
 
     def take(self, prefix: str, slots: Any) -> None:
-        """Add a dict's slots under prefixed names."""
+        """Add all slots of an optimizer's state dict, with a prefix before their names."""
         for slot, value in slots.items():
             self._owners[prefix + slot] = slots, slot
             super().__setitem__(prefix + slot, value)

@@ -23,7 +23,7 @@ from meshrec.tables import FusedOptimizer
 
 
 class _Later(Awaitable[Any]):
-    """Awaitable stage of a batch, which completes on wait."""
+    """Awaitable whose value is the result of a function, which ``wait`` calls."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         super().__init__()
@@ -53,7 +53,12 @@ class _Stages:
         return ShardedContext()
 
     def input_dist(self, ctx: object, features: KeyedJaggedTensor) -> Awaitable[Awaitable[LookupBatch]]:
-        """Send the IDs to their shards. The first wait covers sizes, the second the IDs. Collective."""
+        """Send the IDs to the ranks that hold their rows. Collective.
+
+        Returns:
+            Awaitable in an awaitable. The first ``wait`` ends when the ranks have exchanged the number of IDs
+            to send, the second when the IDs have arrived.
+        """
         tables = self.tables
         batch = tables.route(features)
 
@@ -64,11 +69,15 @@ class _Stages:
         return _Later(wait_for_sizes)
 
     def compute(self, ctx: object, dist_input: LookupBatch) -> tuple[LookupBatch, Tensor]:
-        """Look up the IDs in this rank's shards, and start sending rows back. Collective."""
+        """Look up the IDs in this rank's shards, and start to send the rows back. Collective.
+
+        Returns:
+            The batch and the rows, for `output_dist`.
+        """
         return dist_input, self.tables.look_up(dist_input)
 
     def output_dist(self, ctx: object, output: tuple[LookupBatch, Tensor]) -> LazyAwaitable[Any]:
-        """Return an awaitable for the embeddings from ``compute``."""
+        """Return an awaitable for the embeddings of the batch. ``output`` is the result of `compute`."""
         return self.awaited(*output)
 
     def compute_and_output_dist(self, ctx: object, input: LookupBatch) -> LazyAwaitable[Any]:

@@ -27,7 +27,14 @@ _SUM, _MEAN, _NONE = 0, 1, 2
 
 
 class _Part(NamedTuple):
-    """Table shard: a rectangle, and the parameter and offset that hold it."""
+    """Shard of a table (a rectangle of rows and columns), and where the shard is stored.
+
+    Attributes:
+        weight: parameter that holds the shard, perhaps together with other shards.
+        start: index of the shard's first element in the flat parameter.
+        shape: number of rows, and elements per stored row.
+        rectangle: table rows and columns of the shard.
+    """
 
     weight: nn.Parameter
     start: int
@@ -39,8 +46,8 @@ class TableProgram:
     """Records lookups in one sharded table as a torch.fx program.
 
     Args:
-        built: parts of the sharded module with the table.
-        config: table config.
+        built: parts of the sharded module that has the table.
+        config: config of the table.
 
     Raises:
         ValueError: the table is split over several processes, or is trainable.
@@ -71,7 +78,9 @@ class TableProgram:
         self._columns = [by_columns[key] for key in sorted(by_columns)]
 
     def look_up(self, bag: Any, *, pooled: bool, weighted: bool) -> Any:
-        """Return a proxy for pooled rows [B, D], or for a row per ID [N, D].
+        """Record the lookup of a feature, and return the torch.fx proxy for the result.
+
+        The proxy stands for pooled rows [B, D], or for a row per ID [N, D] without pooling.
 
         Args:
             bag: proxy for the feature's bags.
@@ -86,10 +95,10 @@ class TableProgram:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def _block(self, parts: Sequence[_Part], bag: Any, scale: Any, pooling: int) -> Any:
-        """Record the lookup in a column block, which may be split by rows into several shards.
+        """Record the lookup in a column block of the table, and return the proxy for the result.
 
         Args:
-            parts: row shards of the block.
+            parts: shards of the block, which may be split by rows.
             bag: proxy for the feature's bags.
             scale: proxy for per-sample weights, or None.
             pooling: 0: sum, 1: mean, 2: a row per ID.
@@ -164,7 +173,11 @@ def record_sequences(
 
 
 def parts_of(module: TableModule) -> Iterator[_Part]:
-    """Yield a table's local shards, located in the table parameters."""
+    """Yield this rank's shards of a table, with their positions in the table's parameters.
+
+    Raises:
+        ValueError: the table keeps its rows outside of its parameter.
+    """
     if not module.storage.rows_in_parameter:
         raise ValueError(
             f"table {module.name!r} keeps its rows outside of its parameter, and a recorded program has "

@@ -41,7 +41,10 @@ class ModuleSharder(Generic[M], metaclass=_AnySharder):
 
 
 class TorchRecSharder:
-    """TorchRec's ``shard``, and a sharder's answers to planners. Subclasses may return fewer types."""
+    """Mixin with the methods of TorchRec's sharders: ``shard``, and the methods that planners call.
+
+    Subclasses may override ``sharding_types`` to allow fewer types.
+    """
 
     fused_params: Any
     sharded_type: Callable[[Any, ModuleParts], nn.Module]
@@ -59,7 +62,7 @@ class TorchRecSharder:
 
         Args:
             module: collection.
-            params: module plan from either library.
+            params: module plan of TorchRec or MeshRec.
             env: ranks or devices (default: all ranks).
             device: device (default: the process group's).
             module_fqn: ignored.
@@ -68,7 +71,7 @@ class TorchRecSharder:
         return self.sharded_type(module, self.core_sharder(module, plan).built(module, plan, env, device))
 
     def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
-        """Return MeshRec's sharder for a module under a plan."""
+        """Return MeshRec's sharder for a module that is sharded under a plan; by default this object."""
         return self
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -90,7 +93,7 @@ class TorchRecSharder:
 
 
 class _FusedSharder:
-    """Common base for the sharders of trained collections."""
+    """Common base of the sharders of trained collections: TorchRec's constructor arguments."""
 
     fused_params: Any
     optimizer: OptimizerSpec | None
@@ -107,7 +110,11 @@ class _FusedSharder:
         self.qcomm_codecs_registry = checked_registry(qcomm_codecs_registry)
 
     def core_sharder(self, module: TableCollection, plan: EmbeddingModuleShardingPlan) -> Any:
-        """Return MeshRec's sharder with this plan's fused tables and wire formats."""
+        """Return MeshRec's sharder with the fused tables and the wire formats from the plan.
+
+        A fused table is updated in the backward pass. The wire format is the precision in which values are
+        sent to other ranks.
+        """
         # MeshRec's sharder takes wire formats and tables at construction, and both depend on the plan.
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         pooled = isinstance(module, EmbeddingBagCollection)

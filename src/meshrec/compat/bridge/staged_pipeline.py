@@ -24,7 +24,7 @@ class PipelineStage:
         name: stage name.
         runnable: maps a batch to a batch.
         stream: CUDA stream for the stage; None on the CPU.
-        fill_callback: called after every run that fills the pipeline.
+        fill_callback: called after every run of the stage while ``progress`` fills an empty pipeline.
         data_exhausted_callback: called once when the data ends.
     """
 
@@ -89,7 +89,14 @@ class StagedTrainPipeline:
         self._flushes = flush
 
     def _advance(self, iterator: Iterator[Any], *, fills: bool) -> None:
-        """Move every batch to the next stage if that is free, oldest first."""
+        """Move every batch to the next stage, oldest batch first.
+
+        A batch waits if the next stage is occupied.
+
+        Args:
+            iterator: source of new batches for the first stage.
+            fills: whether ``progress`` is filling an empty pipeline; see `_run`.
+        """
         # From the last stage back, so that a batch moves into the slot that was just freed.
         for index in reversed(range(len(self._stages))):
             if self._passed[index] is not None:
@@ -106,7 +113,8 @@ class StagedTrainPipeline:
         Args:
             index: stage index.
             batch: output of the previous stage.
-            fills: whether this run fills the pipeline, which triggers the stage's callback.
+            fills: whether ``progress`` is filling an empty pipeline. If so, call the stage's
+                ``fill_callback`` afterwards.
         """
         stage = self._stages[index]
         on_stream: AbstractContextManager[Any] = nullcontext()
@@ -122,8 +130,10 @@ class StagedTrainPipeline:
         return batch
 
     def _taken(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch from the iterator, or None at the end of the data or while the pipeline is
-        flushed.
+        """Return the next batch from the iterator.
+
+        Return None if the data has ended, or while a flush empties the pipeline. When the data ends, call the
+        ``data_exhausted_callback`` of all stages.
         """
         if self._has_ended or self._flushes:
             return None
@@ -180,7 +190,11 @@ class SparseDataDistUtil:
             module.ahead = self._look_ahead(module)
 
     def start_sparse_data_dist(self, batch: Any) -> Any:
-        """Start the ID exchange for all modules with a known input. Collective."""
+        """Start the ID exchange of a batch for all modules whose part of a batch is known. Collective.
+
+        Returns:
+            The same batch.
+        """
         # Sends the IDs of earlier batches before this batch's sizes: all ranks must issue collectives in one
         # order.
         for earlier in self._batches:
@@ -199,18 +213,18 @@ class SparseDataDistUtil:
             batch.send_ids()
 
     def detach(self) -> nn.Module:
-        """Return the model with plain lookups restored. Repeated calls do the same."""
+        """Restore plain lookups, and return the model. Further calls change nothing."""
         for module in self._modules:
             module.ahead = None
         self._batches.clear()
         return self.model
 
     def _look_ahead(self, module: Collection) -> Callable[[KeyedJaggedTensor], LazyAwaitable[Any] | None]:
-        """Return a function which a module calls first in forward: it returns the rows of an exchange started
-        early.
+        """Return a function which a module calls at the start of its forward pass.
 
-        The function returns None if no exchange was started for these features. The part of the batch is then
-        recorded, so that the exchange starts early from the next batch on.
+        If an exchange was started for the features, the function returns the rows. Otherwise it returns None,
+        and records which part of the batch the features are. From the next batch on, the exchange of this
+        part starts early.
         """
 
         def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:

@@ -63,7 +63,7 @@ def state_dict_to_device(
 
 
 def pickle_by_rank() -> None:
-    """Let pickle write this rank's rectangles of a split table.
+    """Register with pickle how to write a table that is split over ranks: only this rank's shards.
 
     TorchRec programs pickle every rank's state dict, and load it on the same rank under the same plan.
     """
@@ -73,8 +73,10 @@ def pickle_by_rank() -> None:
 
 
 def _reduced(table: SplitTensor) -> Any:
-    """Return how pickle writes a split table: the whole tensor if it is here, otherwise this rank's
-    rectangles.
+    """Return the tuple from which pickle writes a split table, as ``__reduce__`` does.
+
+    If this rank has the whole table, pickle writes a plain tensor. Otherwise it writes this rank's
+    rectangles, which are blocks of rows and columns, and a warning is logged.
     """
     local = table.local
     if len(local._parts) == 1 and local._parts[0].shape == table.shape:
@@ -94,5 +96,12 @@ def _reduced(table: SplitTensor) -> Any:
 def _rectangles_of(
     parts: list[Tensor], rectangles: list[tuple[int, ...]], like: Tensor, size: tuple[int, ...]
 ) -> LocalRectangles:
-    """Unpickle this rank's rectangles of a split table."""
+    """Return one rank's shards of a split table, from the pickled values.
+
+    Args:
+        parts: tensor per rectangle.
+        rectangles: bounds of every rectangle in the table.
+        like: empty tensor with the dtype of the table.
+        size: shape of the whole table.
+    """
     return LocalRectangles(parts, [Rectangle(*bounds) for bounds in rectangles], like, size)

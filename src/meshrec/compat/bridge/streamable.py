@@ -6,7 +6,7 @@ import torch
 
 
 class Multistreamable(ABC):
-    """Object for use on other streams than the stream it was created on."""
+    """Object that CUDA streams other than its creation stream may use."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
@@ -15,7 +15,7 @@ class Multistreamable(ABC):
 
 @Multistreamable.register
 class Pipelineable(ABC):
-    """Object with a move to a device ahead of use. Also ``Multistreamable``."""
+    """Batch which a pipeline copies to a device before it is used. Subclasses implement both methods."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:

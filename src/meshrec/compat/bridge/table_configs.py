@@ -7,10 +7,10 @@ from meshrec.modules import embedding_configs
 
 
 class SettableConfig:
-    """Mutable table config. Collections keep the values from their construction.
+    """Mixin that makes the attributes of a table config settable.
 
-    Raises:
-        ValueError: a new value is not valid.
+    A collection copies the values when it is constructed, so later assignments do not change the collection.
+    Assigning an invalid value raises ValueError.
     """
 
     _counterpart: type
@@ -22,7 +22,7 @@ class SettableConfig:
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
-        """Compare with a config of either library."""
+        """Compare with a config of this class, or of the MeshRec class."""
         if not isinstance(other, self._counterpart):
             return NotImplemented
         names = [field.name for field in fields(self._counterpart) if field.compare]

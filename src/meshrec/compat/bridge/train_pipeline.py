@@ -62,7 +62,10 @@ class TrainPipelineBase:
 
 
 class _Overlapping:
-    """Common base for the overlapping pipelines."""
+    """Common base of the pipelines that overlap a batch's compute with the communication of later batches.
+
+    It wraps MeshRec's pipeline in TorchRec's methods.
+    """
 
     def __init__(
         self,

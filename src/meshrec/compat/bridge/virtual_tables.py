@@ -18,16 +18,16 @@ _MOST_ROWS = (1 << 31) - 1
 
 @dataclass
 class VirtualTableEvictionPolicy:
-    """Eviction policy for a virtual table."""
+    """Eviction policy for a virtual table, which becomes a table with hashed keys (`meshrec.Hashed`)."""
 
     @property
     def eviction(self) -> Eviction | None:
-        """Eviction policy for hashed keys; None: rows are never evicted."""
+        """MeshRec's eviction policy for hashed keys; None: rows are never evicted."""
         return None
 
     @property
     def left_out(self) -> str:
-        """Options of the policy which have no effect, for a log line; empty if there are none."""
+        """Options of the policy which have no effect, as text for the log; empty if there are none."""
         return ""
 
 
@@ -41,9 +41,10 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
     """Evicts the least read rows.
 
     Attributes:
-        training_id_eviction_trigger_count: row budget.
-        eviction_threshold: 0: rows are never evicted; other values are ignored.
-        decay_rate: decay factor for counts per update. (TorchRec: per eviction.)
+        training_id_eviction_trigger_count: maximum number of rows; 0: ``num_embeddings``.
+        eviction_threshold: whether rows are evicted. With 0, rows are never evicted. All other values have
+            the same effect.
+        decay_rate: factor by which every update multiplies the counts. (In TorchRec, every eviction.)
         inference_eviction_threshold: ignored.
     """
 
@@ -54,7 +55,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """``LFU`` policy with a half-life that matches ``decay_rate``."""
+        """``LFU`` policy with a half-life that matches ``decay_rate``; None if the threshold is 0."""
         if not self.eviction_threshold:
             return None
         if not 0 < self.decay_rate <= 1:
@@ -74,11 +75,12 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
     """Evicts rows without a recent update.
 
-    ``meshrec.tables.set_event_time`` sets the clock.
+    Time means event time, which the program sets with ``meshrec.tables.set_event_time``.
 
     Attributes:
-        training_id_eviction_trigger_count: row budget.
-        eviction_ttl_mins: TTL in minutes of event time; 0: rows are never evicted.
+        training_id_eviction_trigger_count: maximum number of rows; 0: ``num_embeddings``.
+        eviction_ttl_mins: time to live (TTL), that is, minutes of event time without an update after which a
+            row may be evicted. With 0, rows are never evicted.
         inference_eviction_ttl_mins: ignored.
         max_inference_id_num_per_rank: ignored.
     """
@@ -90,7 +92,7 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """``TTL`` policy with the same TTL."""
+        """``TTL`` policy with the same time to live; None if it is 0."""
         return TTL(seconds=60 * self.eviction_ttl_mins) if self.eviction_ttl_mins else None
 
 
@@ -99,8 +101,9 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
     """Evicts the rows with the smallest L2 norm.
 
     Attributes:
-        training_id_eviction_trigger_count: row budget.
-        eviction_threshold: 0: rows are never evicted; other values are ignored.
+        training_id_eviction_trigger_count: maximum number of rows; 0: ``num_embeddings``.
+        eviction_threshold: whether rows are evicted. With 0, rows are never evicted. All other values have
+            the same effect.
         inference_eviction_threshold: ignored.
     """
 
@@ -128,10 +131,11 @@ def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
         name: table name, for messages.
 
     Returns:
-        Hashed keys with a row budget: the policy's trigger count, or ``num_embeddings``.
+        Hashed keys. The maximum number of rows is the policy's trigger count, or ``num_embeddings`` if the
+        count is 0 or ``policy`` is None.
 
     Raises:
-        ValueError: the policy is not supported, or the row budget is too large.
+        ValueError: the policy is not supported, or the maximum number of rows is too large.
     """
     if policy is not None and not isinstance(policy, VirtualTableEvictionPolicy):
         raise ValueError(

@@ -21,7 +21,10 @@ _FOREVER = 1 << 62
 
 @unique
 class WarmupPolicy(Enum):
-    """Learning-rate multiplier at iteration ``i``. Names such as ``value`` are stage fields."""
+    """Formula for the learning-rate multiplier at iteration ``i``.
+
+    Names in a formula, such as ``value``, are fields of `WarmupStage`.
+    """
 
     NONE = "none"
     """The multiplier is 1."""
@@ -190,13 +193,13 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
         self._optimizer.create_state(names, sparse_names)
 
     def _set_lr(self) -> None:
-        """Set the learning rate of all groups for the current position."""
+        """Set the learning rate of all groups for the current iteration and stage."""
         iteration, stage = self._position.tolist()
         for group in self.param_groups:
             group[self._lr_param] = self._lr * self._stages[stage].multiplier(iteration)
 
 
 def _resume(optimizer: torch.optim.Optimizer) -> None:
-    """Hook after a state dict was loaded: set the learning rate for the loaded position."""
+    """Hook after a state dict was loaded: set the learning rate for the loaded iteration and stage."""
     assert isinstance(optimizer, WarmupOptimizer)
     optimizer._set_lr()

@@ -26,8 +26,9 @@ def _permute_multi_embedding(
     out_shapes: Tensor,
     out_lengths: list[int],
 ) -> list[Tensor]:
-    """Return a tensor per group, cut and concatenated as the rows of ``permutes`` tell; see
-    `kt_regroup_arguments`.
+    """Return a tensor per group, concatenated from slices of the inputs.
+
+    The rows of ``permutes`` describe the slices; see `kt_regroup_arguments`.
     """
     if permutes.is_meta:  # Slice sources are not readable on meta, but the result widths are.
         return [pooled_embs[0].new_empty(pooled_embs[0].size(0), width) for width in out_lengths]
@@ -65,7 +66,10 @@ def _exclusive_sums(t_in: Tensor) -> Tensor:
 
 
 def _offsets_range(offsets: Tensor, range_size: int) -> Tensor:
-    """Return the position within the bag for each of ``range_size`` values."""
+    """Return, for all ``range_size`` values, the position of the value in the bag, [range_size].
+
+    ``offsets`` has the start of every bag, without the end of the last bag.
+    """
     ends = torch.cat([offsets[1:], offsets.new_full((1,), range_size)])
     starts = torch.repeat_interleave(offsets, ends - offsets, output_size=range_size)
     return torch.arange(range_size, dtype=offsets.dtype, device=offsets.device) - starts
@@ -83,7 +87,16 @@ def _padded(values: Tensor, offsets: Tensor, length: int, padding: float = 0) ->
 
 
 def _unpadded(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
-    """Return the values in the bags, [N, ...]. Bags longer than ``dense`` are filled with zeros."""
+    """Remove the padding from bags in a dense tensor [B, T, ...].
+
+    Args:
+        dense: padded bags.
+        offsets: bag boundaries [B + 1].
+        total: number of values N; None: read it from ``offsets``.
+
+    Returns:
+        Values [N, ...]. If a bag has more than T values, the remaining values are 0.
+    """
     length = dense.size(1)
     total = int(offsets[-1]) if total is None else total
     bags = torch.arange(dense.size(0), device=offsets.device).repeat_interleave(offsets.diff())[:total]
@@ -150,8 +163,15 @@ def _multiply_jagged(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> tu
 
 
 def _batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
-    """Multiply a vector [length] per bag and head with the bag's matrix [length, D], and return [bags *
-    heads, D].
+    """Multiply a vector per bag and head by a matrix per bag and head.
+
+    Args:
+        v: vectors [bags * heads, length], all heads of the first bag, then of the second.
+        a_values: matrix rows of all bags, [N, heads * D].
+        a_offsets: bag boundaries [bags + 1]. The matrix of a bag has a row per value; missing rows are 0.
+
+    Returns:
+        Products [bags * heads, D].
     """
     bags, length = a_offsets.numel() - 1, v.size(1)
     # Rows of v are bag-major: all heads of the first bag, then of the second.

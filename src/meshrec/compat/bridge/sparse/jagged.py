@@ -294,10 +294,15 @@ def padded(
 
 
 def counting(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mask of valid entries in a padded tensor, bool [B, T]."""
+    """Return a mask of the valid entries in a padded tensor, without the padding, bool [B, T].
+
+    Args:
+        values: padded tensor [B, T, ...].
+        lengths: bag lengths [B].
+    """
     return torch.arange(values.size(1), device=values.device) < lengths[:, None]
 
 
 def masked(rows: Tensor | None, mask: Tensor) -> Tensor | None:
-    """Select rows by mask; None for None."""
+    """Return the rows selected by a bool mask; None if ``rows`` is None."""
     return None if rows is None else rows[mask]

@@ -217,8 +217,9 @@ def regrouped_values(
 
 
 def _check(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> None:
-    """Raise AssertedError unless the lengths match the keys and the tensor; values are not known under
-    tracing.
+    """Raise AssertedError unless the lengths match the keys and the size of ``values``.
+
+    Under tracing, nothing is checked, because sizes are not known.
     """
     if is_traced() or not keys:
         return

@@ -345,12 +345,16 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         return self
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Read the host-side counts for ``split``, ``to_dict`` and ``kjt[key]``. Return this object."""
+        """Read the value count per key from the device, and return this object.
+
+        ``split``, ``to_dict`` and ``kjt[key]`` need these counts. After this call, they do not synchronize
+        with the device.
+        """
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Discard the counts from ``sync``. Return this object."""
+        """Discard the counts that ``sync`` has read, and return this object."""
         self._length_per_key = None
         self._offset_per_key = None
         return self

@@ -15,10 +15,11 @@ from meshrec.sparse.counting import count_per_key
 
 
 class KeyedParts:
-    """KeyedJaggedTensor methods which do not refer to the class. TorchScript compiles them into it.
+    """Mixin with the methods of KeyedJaggedTensor that do not refer to the class by name.
 
-    The class is also a ``JaggedParts``. "Key-major" means: all bags of the first key, then the second, and so
-    on.
+    The methods are copied into KeyedJaggedTensor, where TorchScript compiles them. They use the attributes of
+    ``JaggedParts``, from which KeyedJaggedTensor also inherits. "Key-major" order means all bags of the first
+    key, then all bags of the second key, and so on.
     """
 
     # Set by the constructor.
@@ -95,7 +96,11 @@ class KeyedParts:
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Return the keys, and the bag index per key and sample, [K, B]."""
+        """Return the keys, and a tensor [K, B] with the index of every sample's bag for every key.
+
+        Raises:
+            AssertionError: the inverse indices were not given.
+        """
         inverse = self._inverse_indices
         if inverse is None:
             raise AssertionError("this KeyedJaggedTensor has no inverse indices")
@@ -129,18 +134,24 @@ class KeyedParts:
         return counts
 
     def _counted(self) -> list[int]:
-        """Compute the value count per key. Synchronizes with the device, except under torch.compile."""
+        """Compute the number of values per key.
+
+        Synchronizes with the device, except under torch.compile.
+        """
         if not torch.jit.is_scripting():
             if torch.compiler.is_compiling():
                 return count_per_key(self)
         return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the value count per key if known on the host."""
+        """Return the value count per key, or None if it has not been read from the device yet."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the value boundaries between keys. The first call synchronizes with the device."""
+        """Return the index of every key's first value, followed by the number of values.
+
+        The first call synchronizes with the device.
+        """
         given = self._offset_per_key
         if given is not None:
             return given
@@ -149,11 +160,11 @@ class KeyedParts:
         return starts
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return the value boundaries between keys if known on the host."""
+        """Return the result of `offset_per_key`, or None if it has not been computed yet."""
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the bag boundaries between keys."""
+        """Return the index of every key's first bag, followed by the number of bags."""
         given = self._lengths_offset_per_key
         if given is not None:
             return given
@@ -218,7 +229,14 @@ class KeyedParts:
         return labels
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Return the element counts per tensor and target rank. Rank i gets ``key_splits[i]`` keys."""
+        """Return how many elements of every tensor in ``dist_tensors`` go to every rank.
+
+        Args:
+            key_splits: number of keys per target rank.
+
+        Returns:
+            A list per tensor, in the order of ``dist_labels``, with an element count per target rank.
+        """
         bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
         # In the order of dist_labels().
         splits = [bags, counts]

@@ -16,10 +16,14 @@ class AssertedError(AssertionError, ValueError):
 
 
 class Kind(ABCMeta, ProxyableClassMeta):
-    """Metaclass: records constructions from proxies, and accepts MeshRec's types as instances."""
+    """Metaclass of the bridge's jagged and keyed tensors.
+
+    Under torch.fx tracing, a construction from proxies is recorded in the graph. ``isinstance`` is also True
+    for objects of the MeshRec class that ``_like`` names.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an object; under torch.fx tracing, the node that constructs one."""
+        """Construct an object. Under torch.fx tracing with proxies as arguments, return a proxy for it."""
         # fx's metaclass searches all arguments for proxies, which eager code should not pay for.
         if is_fx_symbolic_tracing():
             return super().__call__(*args, **kwargs)

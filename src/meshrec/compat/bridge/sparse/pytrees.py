@@ -83,7 +83,7 @@ def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
 def flatten_kjt_list(
     kjt_arr: Sequence[KeyedJaggedTensor],
 ) -> tuple[list[Tensor | None], list[KJTContext]]:
-    """Return all tensors in order, and the non-tensor fields per input."""
+    """Return the tensors of all inputs in one list, and a list with the non-tensor fields per input."""
     flat = [_flatten_keyed_jagged(kjt) for kjt in kjt_arr]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
@@ -91,7 +91,7 @@ def flatten_kjt_list(
 def unflatten_kjt_list(
     values: Sequence[Tensor | None], contexts: Sequence[KJTContext]
 ) -> list[KeyedJaggedTensor]:
-    """Invert ``flatten_kjt_list``."""
+    """Return the KeyedJaggedTensors from the two results of ``flatten_kjt_list``."""
     size = len(KeyedJaggedTensor._fields)
     return [
         _unflatten_keyed_jagged(values[i * size : (i + 1) * size], context)

@@ -19,7 +19,7 @@ def _all_keys_used_once(keyed_tensors: list[KeyedTensor], groups: list[list[str]
 def kt_regroup_arguments(
     value: Tensor, keys: list[list[str]], key_lengths: list[list[int]], groups: list[list[str]]
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Return FBGEMM's regroup arguments.
+    """Return the arguments with which FBGEMM's operators regroup the slices of KeyedTensors.
 
     Args:
         value: tensor on the target device.
@@ -28,10 +28,17 @@ def kt_regroup_arguments(
         groups: keys per group.
 
     Returns:
-        int32 [P, 6], a row per slice: input, output, start in the input, start in the output, width, and a
-            link to the next slice that reads the same columns. Links are 0 for a single use; the first in a
-            chain is positive, the next ones are negative, and the last is -P. Then input and output widths as
-            tensors, and output widths as a list.
+        A tuple of four.
+
+        - int32 [P, 6] with a row per slice: input index, output index, start column in the input, start
+          column in the output, width, and a link.
+        - Input widths, int32.
+        - Output widths, int32.
+        - Output widths as a list.
+
+        The link is 0 if only this slice reads the input columns. Otherwise, it leads to the next slice that
+        reads the same columns: the first link in such a chain is the index of that slice, further links are
+        the negative index, and the last link is -P.
     """
     slices: dict[str, tuple[int, int, int]] = {}
     for i in range(len(keys)):

@@ -35,7 +35,7 @@ def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[in
 
     Args:
         offsets: bag boundaries [B + 1].
-        bags: first bag per key, and the total number of bags.
+        bags: index of every key's first bag, followed by the number of bags.
         num_values: total number of values.
     """
     if offsets.numel() == 0:
@@ -91,7 +91,7 @@ def permuted_segments(
         weights: weight per value, or None.
         lengths: bag lengths, key-major.
         counts: values per key.
-        bags: first bag per key, and the total number of bags.
+        bags: index of every key's first bag, followed by the number of bags.
     """
     if len(indices) == 0:
         return values[:0], None if weights is None else weights[:0], lengths[:0]
@@ -158,8 +158,13 @@ def received(
             ranks, and so on. 1: rank order.
 
     Returns:
-        Values, weights or None, lengths, batch sizes [num_keys, num_workers] if ``variable`` (else None),
-        and total batch size unless ``variable`` (else None).
+        A tuple of five.
+
+        - Values, key-major.
+        - Weight per value; None without weights.
+        - Bag lengths, key-major.
+        - Batch sizes [num_keys, num_workers] if ``variable``, else None.
+        - Batch size over all ranks if not ``variable``, else None.
     """
     lengths, values = tensors[0], tensors[1]
     # Weights come last, and strides only exist for variable batch sizes.
