@@ -74,6 +74,7 @@ def table_wise(
     """Return a generator which places the whole table on rank ``rank``."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with the whole table on ``rank``."""
         return _shard_bands(
             table,
             ShardingType.TABLE_WISE,
@@ -91,11 +92,13 @@ def row_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Return a generator which splits the rows over ``ranks``, by default all ranks: shard i is on
-    ``ranks[i]``.
+    """Return a generator which splits the rows over ``ranks``, by default over all ranks.
+
+    The i-th row range is on ``ranks[i]``.
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with a row range per rank."""
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         bands = [(0, size.embedding_dim, owners)]
         return _shard_bands(
@@ -110,12 +113,13 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Return a generator which splits the columns over ``ranks``, by default all ranks.
+    """Return a generator which splits the columns over ``ranks``, by default over all ranks.
 
     A rank listed twice gets two column shards.
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with a column range per rank."""
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         return _shard_bands(
             table,
@@ -144,6 +148,7 @@ def table_row_wise(
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with a row range per rank of the node."""
         owners = _node_ranks(table, node if node is not None else host_index, world)
         bands = [(0, size.embedding_dim, owners)]
         return _shard_bands(
@@ -159,6 +164,7 @@ def table_column_wise(
     """Return a generator which splits the columns over the ranks of a node."""
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with a column range per rank of the node."""
         bands = _column_bands(size, _node_ranks(table, node, world))
         return _shard_bands(
             table, ShardingType.TABLE_COLUMN_WISE, size, bands, world=world, compute_kernel=compute_kernel
@@ -173,15 +179,16 @@ def grid_shard(
     host_indexes: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Return a generator which splits the columns over nodes, and each node's columns by rows over its ranks.
+    """Return a generator which splits the columns over nodes, and the columns of a node by rows over ranks.
 
     Args:
-        nodes: Node numbers, by default all nodes; the columns are split into as many parts.
+        nodes: Node numbers, by default all nodes. Every node in the list gets a column range.
         host_indexes: TorchRec's name for ``nodes``; used if ``nodes`` is None.
         compute_kernel: How the table is updated.
     """
 
     def _generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
+        """Return the sharding with a column range per node, divided by rows over the ranks of the node."""
         column_nodes = nodes if nodes is not None else host_indexes
         if column_nodes is None:
             # With fewer columns than nodes, the last nodes get no shard.
@@ -253,14 +260,18 @@ def construct_module_sharding_plan(
 
 
 def _column_bands(size: TableSize, owners: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Split the columns over the owners: return (first column, end column, [rank]) for every owner."""
-    # More owners than columns give empty bands, which _grid skips.
+    """Split the columns over the ranks in ``owners``, as evenly as possible.
+
+    Returns:
+        Tuple (first column, end column, [rank]) for every owner, in the form that `_shard_bands` takes.
+    """
+    # More owners than columns give empty bands, which _shard_bands skips.
     splits = even_splits(size.embedding_dim, len(owners))
     return [(c0, c1, [rank]) for rank, (c0, c1) in zip(owners, splits, strict=True)]
 
 
 def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
-    """Return the ranks [node * local_size, (node + 1) * local_size) of a node.
+    """Return the ranks of a node, from node * local_size up to (node + 1) * local_size - 1.
 
     Raises:
         ValueError: The node does not exist.
@@ -285,15 +296,17 @@ def _shard_bands(
     world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
-    """Split the rows of every column band over the band's owners, and return the sharding.
+    """Return the sharding in which every column band is split by rows over the band's owners.
+
+    A column band is a column range with a list of owner ranks. Empty shards are left out.
 
     Args:
         table: Table name for errors.
-        sharding_type: Recorded in the result.
+        sharding_type: Sharding type to store in the result.
         size: Rows and columns of the table.
         bands: (first column, end column, owner ranks) of every column band.
-        world: The ranks.
-        compute_kernel: Recorded in the result.
+        world: Number of ranks and nodes.
+        compute_kernel: How the table is updated, to store in the result.
 
     Raises:
         ValueError: A rank does not exist.

@@ -15,7 +15,7 @@ from meshrec.plan.sharding_plan import (
 def verify_plan(
     plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
 ) -> None:
-    """Check whether ``plan`` covers all embedding tables in a model.
+    """Raise an error unless ``plan`` covers all embedding tables in a model with valid shards.
 
     Args:
         plan: Plan for all embedding modules in the model.
@@ -46,7 +46,7 @@ def verify_plan(
 def verify_module_plan(
     plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
 ) -> None:
-    """Check whether shards on existing ranks cover every table in a module exactly once.
+    """Raise an error unless shards on existing ranks cover every table in a module exactly once.
 
     Args:
         plan: Sharding by table name.
@@ -69,7 +69,10 @@ def verify_module_plan(
 
 
 def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, world_size: int) -> None:
-    """Raise ValueError if a table's shards are invalid."""
+    """Raise ValueError unless a table's shards cover the table exactly once and are on existing ranks.
+
+    A data-parallel table must not have shards.
+    """
     # A data-parallel table has no shards.
     if sharding.sharding_type is ShardingType.DATA_PARALLEL:
         if sharding.shards:

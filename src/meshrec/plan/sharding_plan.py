@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 
 
 class ShardingType(Enum):
-    """How a table is split. Only the planner and displays use it; sharded modules use the rectangles."""
+    """How a table is split.
+
+    The type describes the split for the planner and for display. Sharded modules use only the rectangles (row
+    and column ranges).
+    """
 
     # The values are those of TorchRec: JSON plans are readable in both libraries.
     DATA_PARALLEL = "data_parallel"
@@ -51,7 +55,10 @@ class TableSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """Rank on the ``shard`` axis which holds a rectangle, and the device type there."""
+    """Location of a rectangle (row range and column range of a table).
+
+    It has the rank on the mesh's ``shard`` axis, and the device type on that rank.
+    """
 
     rank: int
     device: str = "cpu"
@@ -85,14 +92,17 @@ class ShardMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class EnumerableShardingSpec:
-    """All rectangles into which a table is split."""
+    """All rectangles (row range and column range) into which a table is split."""
 
     shards: tuple[ShardMetadata, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSharding:
-    """Sharding of a table: the type, how rows are updated, and the rectangles on ranks."""
+    """Sharding of a table: the sharding type, how rows are updated, and which rank holds which rectangle.
+
+    A rectangle is a row range and column range of the table.
+    """
 
     sharding_type: ShardingType
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
@@ -101,7 +111,7 @@ class ParameterSharding:
 
     @property
     def shards(self) -> tuple[ShardMetadata, ...]:
-        """All rectangles; empty for a data-parallel table."""
+        """All rectangles (row and column ranges) of the table; empty for a data-parallel table."""
         return self.sharding_spec.shards if self.sharding_spec is not None else ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +161,7 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """Plan for an embedding module: sharding by table name."""
 
     def with_kernels(self, kernels: Mapping[str, EmbeddingComputeKernel]) -> "EmbeddingModuleShardingPlan":
-        """Return a copy with other compute kernels, given by table name for all tables."""
+        """Return a copy with other compute kernels. ``kernels`` has the kernel of every table, by name."""
         return EmbeddingModuleShardingPlan(
             {table: replace(sharding, compute_kernel=kernels[table]) for table, sharding in self.items()}
         )
@@ -184,7 +194,7 @@ class ShardingPlan:
         return self.plan.get(module_path)
 
     def tables(self) -> Iterator[tuple[str, str, ParameterSharding]]:
-        """Yield (module path, table name, sharding)."""
+        """Yield (module path, table name, sharding) for every table in the plan."""
         for path, module_plan in self.plan.items():
             for table, sharding in module_plan.items():
                 yield path, table, sharding
