@@ -355,8 +355,9 @@ class CostModel:
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Return the seconds [NUM_PHASES] to add on every rank because it cannot send and receive at once.
 
-        In an exchange, every rank transfers the mean amount in the direction that is not counted on owners,
-        see the module docstring. In full duplex both directions overlap, and nothing is added.
+        The load of a rank counts an exchange in a single direction; see the module docstring. In the other
+        direction, every rank transfers the mean amount. In half duplex, the seconds for this amount are
+        added. In full duplex, both directions overlap, and the result is 0.
 
         Args:
             mean_loads: rectangle loads [NUM_PHASES], averaged over all ranks.

@@ -96,7 +96,10 @@ class PlannedShardingPlan(ShardingPlan):
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """Format the placement, predicted step and gap, and list row-wise tables on only some ranks."""
+        """Format the placement, the predicted step time and the optimality gap as text.
+
+        Row-wise tables that occupy only some of the ranks are listed, with advice to use all ranks.
+        """
         if self.inputs is None:
             return super().__str__()
         ranks = self.inputs.topology.world_size // self.replicas

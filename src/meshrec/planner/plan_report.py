@@ -187,7 +187,7 @@ def what_if(
         effort: limits per search.
 
     Returns:
-        For every world size, the size and the plan, or an error message if no plan fits.
+        Pairs of a world size and the plan for it. If no plan fits, an error message replaces the plan.
 
     Raises:
         ValueError: the plan has no inputs.

@@ -16,12 +16,14 @@ from meshrec.planner.types import Floats, Ints
 
 
 class TablePlacement(NamedTuple):
-    """Placement of a table: a candidate, and the ranks of the candidate's pieces.
+    """Placement of a table: a candidate (way to split the table into pieces), and the ranks of the pieces.
+
+    The arrays have an entry per piece. A piece that occupies a node has an entry for every rank in the node.
 
     Attributes:
         candidate: candidate index in the `Problem`.
-        group_N: piece group per entry. A piece that occupies a node has an entry for every rank in the node.
-        rank_N: rank per entry.
+        group_N: index of the piece group (group of equal pieces).
+        rank_N: rank which holds the piece.
         amount_N: size of the piece relative to an even split; see `Problem.fixed_PK`.
     """
 

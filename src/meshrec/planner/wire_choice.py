@@ -121,15 +121,17 @@ def bytes_across_nodes(
 ) -> dict[str, float]:
     """Return the bytes which leave a node per step, by setting of the sharders' option ``across_nodes``.
 
-    Tables are assumed to be row-wise over all ranks. ``"sums"``: all IDs, and a row per bag and node, in both
-    directions. ``"rows"``: distinct rows per node with their IDs, in both directions.
+    Tables are assumed to be row-wise over all ranks. With ``"sums"``, nodes send all IDs, and a row per bag
+    and node as embedding and again as gradient. With ``"rows"``, nodes send distinct IDs, and a row per
+    distinct ID as embedding and again as gradient.
 
     Args:
         tables: all tables in the model.
         topology: machine with several nodes; its own ``across_nodes`` is ignored.
         batch_size: samples per rank.
         packed_ids: whether the run packs sorted IDs, as its log says (``distributed/id_exchange.py``). They
-            are priced as if spread evenly over the table; hot IDs which are close together take fewer bytes.
+            are priced as if they were spread evenly over the table. Hot IDs which are close together take
+            fewer bytes.
     """
     by_setting = {}
     for name in get_args(AcrossNodes):

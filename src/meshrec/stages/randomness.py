@@ -30,6 +30,7 @@ class SplitRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call the ATen operation ``func``, with ``generator`` if the operation draws random values."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_dropout(func, args, kwargs):
             self.drew = True

@@ -310,6 +310,7 @@ class _PartCaller(Caller):
 
     @override
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Run the stage's program ``which``, without preparing a gradient exchange between lanes."""
         wrapped = self._part._dmp_wrapped_module
         with wrapped.no_sync() if isinstance(wrapped, nn.parallel.DistributedDataParallel) else nullcontext():
             results: Sequence[Any] = self._part(which, *arguments)
@@ -317,6 +318,7 @@ class _PartCaller(Caller):
 
     @override
     def before_backward(self, *, last: bool) -> None:
+        """Make DDP or FSDP2 exchange gradients in the next backward pass if ``last``, and not otherwise."""
         wrapped: Any = self._part._dmp_wrapped_module
         # DDP reduces when the reducer has been prepared. Outside the last split, it must not be.
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):

@@ -304,10 +304,12 @@ class _WritableIdentity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Return ``leaf`` as a tensor that shares its memory and is not an autograd leaf."""
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient for the result unchanged, as the gradient for ``leaf``."""
         return grads[0]
 
 

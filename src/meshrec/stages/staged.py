@@ -394,6 +394,15 @@ class _RunStages(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, run: ThreadedBatch, form: _ResultLayout, anchor: Tensor, *leaves: Tensor) -> Any:
+        """Run the forward passes, and return the result tensors for all splits as a tuple.
+
+        Args:
+            ctx: autograd context.
+            run: batch to run.
+            form: stores the structure of the results.
+            anchor: empty tensor which requires a gradient, so that autograd always calls `backward`.
+            leaves: batch tensors which require gradients.
+        """
         # Autograd disables gradients inside a Function, but every stage builds its own graph.
         with torch.enable_grad():
             run.forward()
@@ -407,6 +416,7 @@ class _RunStages(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Run the backward passes, and return the gradients for the batch tensors."""
         input_gradients = ctx.run.backward(ctx.form.by_value(grads))
         given = [(input_gradients.get((name, k)) or {}) for name, k, _ in ctx.form.inputs]
         leaves = [g[i] if g else None for g, (_, _, i) in zip(given, ctx.form.inputs, strict=True)]

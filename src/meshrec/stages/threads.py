@@ -166,6 +166,7 @@ class ThreadExchange(Exchange):
 
     @override
     def get(self, message: Message) -> Any:
+        """Wait for a value or its gradients, and return them on the receiving stage's device."""
         # The first call waits for the message, the second runs `StageLink`'s function in this thread.
         return self._future(message).result()()
 
@@ -200,6 +201,7 @@ class ProgramCaller(Caller):
 
     @override
     def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters except tables."""
         return list(self._stage.split_program.module.parameters())
 
     @override

@@ -272,10 +272,12 @@ class _PrecomputedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
+        """Store the gradients for the backward pass, and return a zero (0-d)."""
         ctx.gradients = gradients
         # A dummy result, from which ``backward`` starts.
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
+        """Return the stored gradients for the parameters; None for the first argument."""
         return None, *ctx.gradients

@@ -55,15 +55,15 @@ def calibrate(
     device: torch.device | str = "cpu",
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """Measure a hardware profile of this machine in about a minute. Collective; all ranks get the same
-    profile.
+    """Measure a hardware profile of this machine in about a minute. Collective.
 
+    All ranks get the same profile.
     Training steps with small sharded modules run on all ranks at once. The profile gets the speeds with which
     the cost model best explains the measured phase durations. If nodes have fewer ranks than the group, links
     are timed within nodes and over all ranks. Otherwise one measured link is used for both.
 
     A built-in profile (``cpu`` or ``h100``) provides the speeds which the steps cannot determine because of
-    noise, and the links without a group. Such values are logged, and listed in
+    noise. Without a group, it also provides the links. Undetermined speeds are logged, and listed in
     `HardwareProfile.sources`.
 
     Args:
