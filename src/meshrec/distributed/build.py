@@ -73,7 +73,7 @@ class SourceTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options with which a sharded module is built, from the sharder and from the unsharded module.
+    """Options for building a sharded module. They come from the sharder and from the unsharded module.
 
     Args:
         optimizer: fused optimizer for tables without an attached optimizer. None: these tables get ordinary
@@ -139,7 +139,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleParts(Blueprint):
-    """Everything a sharded module consists of, as returned by `build` and `assemble`."""
+    """All parts of a sharded module, as returned by `build` and `assemble`."""
 
     tables: ShardedTables
     shards: dict[str, TableModule]
@@ -517,7 +517,7 @@ def _allocate(
     """Allocate a rank's rectangles, and fill them with weights and optimizer state.
 
     Args:
-        rectangles: the rank's rectangles.
+        rectangles: the rank's rectangles, which are row and column ranges of tables.
         sources: tables in the unsharded module.
         rules: update rule by table number.
         device: device for the memory.
@@ -548,7 +548,7 @@ def _initial_blocks(
     ``meta`` device, rows are drawn at random, and blocks contain no optimizer state.
 
     Args:
-        rectangle: rectangle to fill.
+        rectangle: row and column range to fill.
         source: the table in the unsharded module.
         rule: the table's update rule; None: no fused optimizer.
         seed: seed for random rows.
@@ -604,7 +604,7 @@ def _broadcast_weights(shards: LocalShards, axis: Axis) -> None:
 
 
 def _names(routing: Routing) -> list[str]:
-    """Return the name in the output for every use; see `ModuleParts`."""
+    """Return the name in the output for every use, a feature looked up in a table; see `ModuleParts`."""
     features = [use.feature for use in routing.uses]
     return [
         use.feature if features.count(use.feature) == 1 else f"{use.feature}@{routing.tables[use.table].name}"

@@ -7,11 +7,11 @@ exchange:
 
 - ``"sums"`` (``output_dist.py``): the ranks which have rows pool bags, ranks on the same node add their
   partial sums, and the network carries a row per bag and node.
-- ``"rows"`` (this file): on every node, the rank with local rank i stands in for all ranks with local rank i.
-  The ranks on the node send it every ID whose row is on such a rank of any node. The rank with local rank i
-  removes duplicates, fetches every distinct row once from the rank which has the row, and pools the bags for
-  its node. Gradients take the reverse path: they are summed by row inside the node, and cross the network
-  once per row.
+- ``"rows"`` (this file): on every node, the rank with local rank i stands in for the ranks with local rank i
+  on all nodes. If one of those ranks has an ID's row, the other ranks on the node send the ID to the
+  stand-in. The stand-in removes duplicates, fetches every distinct row once from the rank which has the row,
+  and pools the bags for its node. Gradients take the reverse path: they are summed by row inside the node,
+  and cross the network once per row.
 
 ``"rows"`` sends less if the ranks on a node look up the same IDs, as for popular IDs and small tables. Inside
 a node, rows and gradients are fp32; only messages between nodes are encoded.
@@ -200,13 +200,14 @@ class NodeRows:
     def look_up(self, fetch: Fetch) -> Sequence[Tensor]:
         """Look up the rows which all nodes have requested from this rank, and send them. Collective.
 
-        Returns the rows which this rank has requested from other ranks.
+        At the same time, receive the rows which this rank has requested.
 
         Args:
             fetch: result of ``request_rows``.
 
         Returns:
-            For every rectangle in the routing inside the node, the rows for its U distinct IDs, [U, columns].
+            For every rectangle in the routing inside the node, the requested rows for its U distinct IDs,
+            [U, columns].
         """
         codec, encodes = self.codecs.forward, self.codecs.forward.encodes(self._node)
         with phase("lookup") if recorders else OFF:
@@ -345,7 +346,7 @@ class NodeRows:
 
 
 def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
-    """Return a route's band: (table number, first row, end row)."""
+    """Return the row interval to which a route's IDs belong: (table number, first row, end row)."""
     return routing.uses[route.use].table, route.r0, route.r1
 
 

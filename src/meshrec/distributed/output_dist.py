@@ -268,7 +268,7 @@ class Codecs(NamedTuple):
 class TableParts(NamedTuple):
     """The table parts from which the rows of source ranks come. All fields are ``[source rank][part]``.
 
-    A part is the rectangle which one lookup reads.
+    A part is the rectangle (row and column range of a table) which one lookup reads.
     """
 
     spans: Sequence[Sequence[Span]]
@@ -339,7 +339,7 @@ class PooledOutput:
         codecs: encodings for embeddings and gradients.
 
     Attributes:
-        blocks: source ranks in the order in which their IDs must be looked up.
+        blocks: ranks which request rows, in the order in which their IDs must be looked up.
     """
 
     def __init__(self, routing: Routing, env: ShardingEnv, codecs: Codecs) -> None:
@@ -405,7 +405,7 @@ class PooledOutput:
         names: dict[int, Tensor] = {}
 
         def names_of(_: int, use: int) -> Tensor:
-            """Return the bag names for a use. They do not depend on the block number, the first argument."""
+            """Return the bag names for a use (a feature looked up in a table). The block number is unused."""
             if use not in names:
                 names[use] = bag_names(source, use)
             return names[use]
@@ -494,7 +494,7 @@ def _piece_tensor(
 
 
 def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return the op arguments which describe bags: offsets, segments, key count, and key for every use.
+    """Return the op arguments which describe bags: offsets, segments, key count, and the key of every use.
 
     For None, return empty arguments, with which ops do not divide by bag lengths.
     """

@@ -141,7 +141,7 @@ def local_spans(routing: Routing) -> list[Span]:
 
 
 def divides_late(routing: Routing, use: int) -> bool:
-    """Return whether a use reads a MEAN table split by rows.
+    """Return whether a use (a feature looked up in a table) reads a MEAN table split by rows.
 
     Its parts return sums, which are divided by the bag lengths after the parts have been added.
     """

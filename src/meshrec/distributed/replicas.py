@@ -135,7 +135,7 @@ class Replicas:
             grad: gradient for this replica's lookup output.
 
         Returns:
-            Touched rows and summed gradients by rectangle number.
+            Touched rows and summed gradients, by number of the rectangle (a row and column range).
         """
         rectangles = self._tables.work.rectangles
         selected = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
@@ -234,7 +234,9 @@ def gather_gradients(
 
 
 def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
-    """Pack the IDs in some routes into new messages, one for every message in ``ids``.
+    """Pack the IDs in some routes into new messages, a new message for every message in ``ids``.
+
+    A route is a group of IDs for the same table, feature and row interval.
 
     Args:
         ids: unpacked messages with all routes.

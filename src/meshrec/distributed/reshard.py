@@ -1,10 +1,10 @@
 """Change the sharding plan of a running model: copy tables and optimizer state between ranks, without a disk.
 
 All ranks derive the same list of transfers from the old and the new plan. A transfer is the overlap of a
-rectangle under the old plan with a rectangle under the new plan. The rank with the old rectangle streams the
-rows in blocks, and the rank with the new rectangle loads them. Blocks are sent in rounds of bounded size: the
-ranks exchange block headers, then the blocks in a single all-to-all. The old tables do not change, so they
-remain valid if anything fails.
+rectangle (row and column range) under the old plan with a rectangle under the new plan. The rank with the old
+rectangle streams the rows in blocks, and the rank with the new rectangle loads them. Blocks are sent in
+rounds of bounded size: the ranks exchange block headers, then the blocks in a single all-to-all. The old
+tables do not change, so they remain valid if anything fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class RankRectangle(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) to copy from an old rectangle to a new one."""
+    """Rows [r0, r1) and columns [c0, c1) to copy from a rectangle in the old plan to one in the new plan."""
 
     source: RankRectangle
     target: RankRectangle
@@ -207,7 +207,7 @@ def _allocate_new(
 
 
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
-    """Allocate rectangles without filling them.
+    """Allocate rectangles (row and column ranges of tables) without filling them.
 
     Args:
         rectangles: rectangles to allocate.
@@ -220,7 +220,7 @@ def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequenc
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
-    """Return a table's rectangles on all ranks; None if every rank has the whole table."""
+    """Return a table's rectangles (row and column ranges) on all ranks; None if all have the whole table."""
     if routing.replicated[table]:
         return None
     owners = []
@@ -235,7 +235,8 @@ def plan_transfers(
 ) -> Iterator[Transfer]:
     """Yield the transfers which fill a table's rectangles under the new plan, in the same order on all ranks.
 
-    A transfer is the overlap of an old and a new rectangle. It may stay on the same rank.
+    A transfer is the overlap of an old and a new rectangle (row and column range). Source and target may be
+    the same rank.
 
     Args:
         old: rectangles on all ranks under the old plan; None: every rank has the whole table.
@@ -263,7 +264,7 @@ def plan_transfers(
 
 
 def _whole_table(held: Sequence[RankRectangle]) -> Rectangle:
-    """Return a rectangle for the whole table, given all its rectangles."""
+    """Return a rectangle with all rows and columns of a table, given its rectangles on all ranks."""
     return Rectangle(
         held[0].rectangle.table,
         min(part.rectangle.r0 for part in held),

@@ -182,7 +182,7 @@ class _Band(NamedTuple):
 
 
 def _band(rectangle: Rectangle) -> _Band:
-    """Return the row interval which a rectangle covers."""
+    """Return the row interval which a rectangle (row and column range) covers."""
     return _Band(rectangle.table, rectangle.r0, rectangle.r1)
 
 

@@ -24,6 +24,9 @@ from meshrec.ops import operators
 class SequenceOutput:
     """Output exchange for a module which returns a row per ID, in the order of the caller's IDs.
 
+    A use is a feature looked up in a table. A route is a group of IDs from one use which a rank receives
+    together.
+
     Args:
         routing: the compiled plan.
         env: the ranks.
@@ -256,7 +259,9 @@ class _Direction(NamedTuple):
     encodes: bool
     """Whether rows are encoded in a separate pass. If not, kernels read and write the wire format."""
     local_units: Tensor
-    """Elements per ID in the encoded message, for every route to this rank, int64."""
+    """Elements per ID in the encoded message, for every route to this rank, int64. A route is a group of IDs
+    which a rank receives together.
+    """
     all_units: Tensor
     """Elements per ID in the encoded message, for every route to any rank, int64."""
 

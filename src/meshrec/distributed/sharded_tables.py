@@ -87,14 +87,15 @@ class ShardedTables:
     every rank has a copy. See [Note: the stages of a batch] for the order of calls.
 
     Attributes:
-        routing: routes for the ID exchange. These are the plan's routes, or with ``inside`` the routes inside
-            a node.
+        routing: routes for the ID exchange, that is, which IDs go to which rank. These are the plan's routes,
+            or with ``inside`` the routes inside a node.
 
     Args:
         routing: the compiled plan.
         env: the ranks.
-        split_shards: split table shards, in the order of ``routing.work[rank].rectangles``. Usually a single
-            entry with this rank's shards; with ``env.devices``, an entry for every rank on the shard axis.
+        split_shards: shards of the split tables, in the order of ``routing.work[rank].rectangles``. Usually
+            there is a single entry with this rank's shards. With ``env.devices``, there is an entry for every
+            rank on the shard axis.
         local: this rank's copies of the data-parallel tables.
         fused: tables with a fused optimizer, by table number. Other tables get ordinary gradients.
         input_dist: sends and receives IDs.

@@ -25,7 +25,7 @@ class FixedSplit:
     """Creates the `SplitTensor` objects in the state dict of a table with a fixed number of rows.
 
     Args:
-        owners: rectangles on every rank in ``mesh``.
+        owners: rectangles (row and column ranges) on every rank in ``mesh``.
         mesh: the ranks.
     """
 
@@ -118,7 +118,7 @@ class GrowableSplit:
 
     Args:
         table: table number.
-        owners: rectangles on every rank in ``mesh``. Their rows are ranges of keys.
+        owners: rectangles (key and column ranges) on every rank in ``mesh``.
         mesh: the ranks; None if every rank has the whole table.
         admission_eviction: knows the number of rows in every key interval, over all ranks.
         axis: the ranks.

@@ -21,7 +21,7 @@ _NEVER = -1
 
 
 class _FixedMarks:
-    """The marks for a rectangle of a table with a fixed number of rows, by key.
+    """The marks for a rectangle (row and column range) of a table with a fixed number of rows, by key.
 
     The mark is the number of the last update which changed the row.
     """
@@ -33,7 +33,12 @@ class _FixedMarks:
         self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Set the marks of the rows in ``slots`` to ``now``, the number of the current update."""
+        """Set the marks of some rows to ``now``, the number of the current update.
+
+        Args:
+            slots: slots of the rows, which are their positions in memory.
+            now: number of the current update.
+        """
         if self.table.index is not None:
             # Marks are by key, because a slot of a cache later holds another row.
             slots = self.table.index.keys_of(slots) - self._first
@@ -45,7 +50,7 @@ class _FixedMarks:
 
 
 class _HashedMarks:
-    """The marks for a hashed table rectangle, by slot, and the marks of evicted keys.
+    """The marks for a rectangle (row and column range) of a hashed table, by slot, and for evicted keys.
 
     The mark is the number of the last update which changed the row. A slot is a row's position in
     memory. If an update gives a slot to another key, it also marks the slot, so the new key never has the
