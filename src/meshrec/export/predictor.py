@@ -325,7 +325,7 @@ class Predictor:
 
 
 def _flatten(inputs: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in a sequence of tensors and of lists of tensors, as compiled programs take them."""
+    """Yield all tensors one by one. An item of ``inputs`` is a tensor or a list of tensors."""
     for item in inputs:
         if isinstance(item, Tensor):
             yield item

@@ -93,10 +93,10 @@ class Connections:
         return None
 
     def add(self, connection: "Connection") -> str | None:
-        """Register a new connection. At a connection limit, close the slowest one.
+        """Register a new connection. At a connection limit, close the slowest connection; see `_slowest`.
 
-        If all of them only wait for the server's answer, none is closed, and the new connection must be
-        refused. A refused connection is registered as well, because it continues reading for some seconds.
+        If each connection waits for a single answer by the server, none is closed, and the new connection
+        must be refused. It is registered even then, because it continues reading for some seconds.
 
         Returns:
             Reason why the caller must refuse the connection, or None.

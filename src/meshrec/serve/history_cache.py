@@ -229,5 +229,5 @@ class IncrementalScores:
 
 
 def _entry_bytes(values: bytes, rows: Tensor) -> int:
-    """Return the bytes of a cache entry, with the unused room in the storage of ``rows``."""
+    """Return the size of a cache entry in bytes, including unused capacity in the storage of ``rows``."""
     return _OVERHEAD + len(values) + rows.untyped_storage().nbytes()

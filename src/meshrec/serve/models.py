@@ -32,7 +32,7 @@ _MAX_DELTA_POLL_SECONDS = 5.0  # while a delta is unusable: a retry may read all
 
 
 class ModelChange(NamedTuple):
-    """Last requested change of a model, which a restarted worker must repeat.
+    """Last load or unload of a model by a client. A worker which starts later repeats it.
 
     Attributes:
         action: ``load`` or ``unload``.

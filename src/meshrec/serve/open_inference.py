@@ -464,8 +464,12 @@ def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
 
 
 def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[Any]:
-    """Convert binary tensor data to a flat array: numbers, or strings with 4-byte lengths before
-    them.
+    """Convert binary tensor data to a flat array of numbers or strings.
+
+    In the data, a string has its length in bytes before it, as 4 bytes, little-endian.
+
+    Raises:
+        RequestError: the data is incomplete or invalid.
     """
     if (sent := _DTYPES.get(datatype)) is not None:
         if len(data) % sent.itemsize:

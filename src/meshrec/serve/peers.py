@@ -24,7 +24,8 @@ class ParentLink:
 
     Args:
         pipe: pipe to the parent.
-        loaded: memory shared by all workers, with a byte per worker: 1 once it has loaded all models.
+        loaded: memory shared by all workers, with a byte per worker. The byte is 1 once the worker has loaded
+            all models.
         index: index of this worker.
 
     Attributes:

@@ -148,6 +148,7 @@ def fuse_embedding_optimizer(
     """
 
     def fused(module: nn.Module) -> nn.Module:
+        """Return a fused collection for a collection. Replace the collections inside other modules."""
         new: nn.Module
         if isinstance(module, embeddings.EmbeddingBagCollection):
             configs, weighted = module.embedding_bag_configs(), module.is_weighted()

@@ -109,7 +109,7 @@ class ShardingPlanRequest:
         pod_size: must be None.
         storage_reservation: reservation object, instead of the policy in ``planner_config``.
         constraints: constraints by table name.
-        training_framework, launcher_hardware, capture_search_space: kept, and without effect.
+        training_framework, launcher_hardware, capture_search_space: stored, but not used.
         hbm_gb, ddr_gb: memory per rank and per node, in units of 1024**3 bytes.
         compute_device: ``"cuda"`` (default) or ``"cpu"``.
         planner_config: planner options.

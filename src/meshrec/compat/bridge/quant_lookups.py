@@ -70,7 +70,7 @@ def _forward(
         bits: bits per code.
         dim: width D.
         pooling: 0: sum, 1: mean, 2: none.
-        out_size: number of columns of the result.
+        out_size: number of bags B; with ``pooling`` 2, number of elements in the result, N times D.
         dtype: result dtype.
 
     Returns:

@@ -35,11 +35,15 @@ class SettableConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _BagFields(embedding_configs.EmbeddingBagConfig):
+    """MeshRec's config of a table with pooling, and the additional field of TorchRec's."""
+
     num_embeddings_post_pruning: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fields(embedding_configs.EmbeddingConfig):
+    """MeshRec's config of a table without pooling, and the additional field of TorchRec's."""
+
     num_embeddings_post_pruning: int | None = None
 
 
