@@ -81,7 +81,7 @@ class Rounding:
         ]
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the most violated cut per phase. Phases without a violated cut have none.
+        """Return the most violated cut of every phase that has a violated cut.
 
         Args:
             share_C: tables per candidate in the relaxation.

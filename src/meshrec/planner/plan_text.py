@@ -33,7 +33,7 @@ def render(report: PlanReport, *, console: Console | None = None) -> None:
 def render_what_if(
     plans: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
-    """Print a table with a line for each of several world sizes.
+    """Print a table of plans for several world sizes, with a line per world size.
 
     Args:
         plans: result of `plan_report.what_if`: world size, and the plan or an error message.

@@ -257,8 +257,13 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: "DeviceMesh", *, hardware: HardwareProfile | str | None = None) -> "Topology":
-        """Build a topology from a mesh with axes ``shard``, or ``node`` and ``local``, and optionally
+        """Build a topology from a mesh.
+
+        The mesh has an axis ``shard``, or the axes ``node`` and ``local`` instead. It may also have an axis
         ``replicate``.
+
+        Raises:
+            ValueError: the mesh has other axes.
         """
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.shape, strict=False))

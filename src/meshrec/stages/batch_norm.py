@@ -49,7 +49,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class _Sums:
-    """Statistics of the inputs to a batch norm module, summed over the splits of a batch.
+    """Statistics of the inputs to a batch norm module, summed over the splits (microbatches) of a batch.
 
     Stores the value count per channel, the sum and the sum of squares (float64 [C], C channels).
     """

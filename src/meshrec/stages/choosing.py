@@ -28,7 +28,7 @@ order.
 
 
 class UnitCost(NamedTuple):
-    """Seconds that a unit (or a whole stage) takes per split, forward and backward."""
+    """Seconds which a unit (group of graph nodes) or a stage takes per split (microbatch)."""
 
     forward: float
     backward: float
@@ -36,7 +36,9 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The cut and the number of splits selected by measurement. All times are in seconds per step.
+    """The cut and the number of splits (microbatches) selected by measurement.
+
+    Times are in seconds per step. A cut assigns every unit, which is a group of graph nodes, to a stage.
 
     Attributes:
         stage_of: stage number for every unit.
@@ -59,7 +61,7 @@ class StageChoice:
 
 
 class StageCut(NamedTuple):
-    """A cut: an assignment of units to stages.
+    """A cut: an assignment of units (groups of graph nodes) to stages.
 
     Attributes:
         stage_of: stage number for every unit.
@@ -76,7 +78,7 @@ class _Prefix(NamedTuple):
     """The first stages of a cut, as the search extends it stage by stage.
 
     Attributes:
-        forward: forward seconds per split of the slowest stage or link so far.
+        forward: forward seconds per split (microbatch) of the slowest stage or link so far.
         backward: backward seconds per split of the slowest stage or link so far.
         links: sum of the link seconds per split and direction so far.
         positions: cut position at the end of every stage so far.
@@ -200,7 +202,7 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
     Args:
         cut: result of `best_cut` for the same arguments.
-        costs: seconds per split for every unit.
+        costs: seconds per split (microbatch) for every unit.
         num_stages: stage count.
         num_splits: splits per batch.
     """

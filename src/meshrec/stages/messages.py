@@ -218,9 +218,9 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
 
     Args:
         flow: values this stage exchanges with other stages.
-        action: action from `rank_step.schedule`. "tables" sends the table lookups for all splits, and
-            "collect" receives their gradients. "forward" and "backward" exchange the values or gradients for
-            a split. For other actions, the result has no meaning.
+        action: action from `rank_step.schedule`. "tables" sends the table lookups for all splits
+            (microbatches), and "collect" receives the gradients for the lookups. "forward" and "backward"
+            exchange the values or gradients for a split. For other actions, the result has no meaning.
         k: split index; for "tables" and "collect", the number of splits.
         generator: name under which the state of the random generator is sent; None if it is not sent.
 

@@ -45,7 +45,7 @@ def measure_and_choose(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measure every unit on a batch, and choose the stages, the split count, or both.
+    """Measure every unit on a batch, and choose the stages, the number of splits (microbatches), or both.
 
     The training run is not changed: model buffers and torch's CPU random generator are restored, and tables
     are looked up but not updated.
@@ -117,7 +117,7 @@ def measure_units(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Measure the forward and backward seconds per split for every unit.
+    """Measure the forward and backward seconds per split (microbatch) for every unit.
 
     If a unit runs once per batch, the time is divided by the split count. Several threads run the same
     measurement at the same time, because stages also share memory bandwidth in training.
@@ -155,7 +155,9 @@ def measure_units(
 def measure_stages(
     staging: Staging, batch_values: Mapping[str, Any], batch: int, num_splits: int
 ) -> list[UnitCost]:
-    """Measure the forward and backward seconds per split for every stage while the other stages run, too.
+    """Measure the forward and backward seconds per split (microbatch) for every stage.
+
+    All stages run at the same time during the measurement, as in training.
 
     Args:
         staging: programs of all stages.
@@ -203,7 +205,7 @@ def measure_stages(
 
 
 def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
-    """Return a stage program's forward and backward seconds per split, as means over ``depth`` passes.
+    """Return the mean forward and backward seconds per split (microbatch) of a stage's program.
 
     Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
 
@@ -247,7 +249,7 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
 def _arguments(
     program: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the program's arguments for the first split.
+    """Return the program's arguments for the first split (microbatch).
 
     Args:
         program: program to call.
@@ -279,7 +281,7 @@ class _TimedResult(NamedTuple):
 def _measure_all_units(
     traced: Traced, programs: Sequence[PartProgram], batch_values: Mapping[str, Any], sizes: Sequence[int]
 ) -> list[UnitCost]:
-    """Run the first split once through all units, and return the seconds of every unit.
+    """Run the first split (microbatch) once through all units, and return the seconds of every unit.
 
     Args:
         traced: traced model.
@@ -306,8 +308,8 @@ def _measure_all_units(
 def _add(gradients: Sequence[Tensor | None]) -> None:
     """Add every gradient to itself in place; None is skipped.
 
-    In training, gradients are added to a sum over earlier splits. This addition takes equally long, so it is
-    timed instead.
+    In training, gradients are added to a sum over earlier splits (microbatches). This addition takes equally
+    long, so it is timed instead.
     """
     for gradient in gradients:
         if gradient is not None:
@@ -317,7 +319,7 @@ def _add(gradients: Sequence[Tensor | None]) -> None:
 def _measure_whole(
     part: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
-    """Measure a program that runs once per batch instead of once per split, such as a table lookup.
+    """Measure a program which runs once per batch, such as a table lookup, instead of once per microbatch.
 
     Args:
         part: program to measure.
@@ -364,7 +366,7 @@ def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits:
     The formula is at the top of ``choosing.py``.
 
     Args:
-        costs: seconds per split for every unit.
+        costs: seconds per split (microbatch) for every unit.
         stage_of: stage number for every unit.
         num_splits: splits per batch.
     """

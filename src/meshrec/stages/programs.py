@@ -20,9 +20,10 @@ class StageProgram:
     Attributes:
         index: stage number.
         name: description for the user: the first and the last unit's name.
-        batch_program: program with the table lookups, which runs once per batch, before the first split. None
-            if the stage has no tables.
-        split_program: program with all other units, which runs once per split.
+        batch_program: program with the table lookups, which runs once per batch. None if the stage has no
+            tables.
+        split_program: program with all other units (groups of graph nodes), which runs once per split
+            (microbatch).
     """
 
     index: int
@@ -84,7 +85,7 @@ class StageFlow:
         producer_stage: number of the stage which computes a value, by value name. Values in the batch are
             not included.
         consumer_stages: numbers of the stages which receive a value from another stage, by value name.
-        input_names: names of values this stage needs for a split: first the arguments of
+        input_names: names of values this stage needs for a split (microbatch): first the arguments of
             ``stage.split_program``, then ``carried`` values on the last stage.
         output: output node in the model's graph.
     """

@@ -76,7 +76,7 @@ class Lane:
 
 
 class SplitLosses:
-    """Collects the model outputs and losses of all splits of a batch. The last stage fills it.
+    """Collects the model outputs and losses of all splits (microbatches) of a batch. The last stage fills it.
 
     Args:
         output: output node in the model's graph.
@@ -216,7 +216,7 @@ class RankStep:
         losses: collects outputs and losses on the last stage.
         train: whether there is a backward pass.
         draws: whether the model draws random values. The state of a random generator then travels from stage
-            to stage with every split.
+            to stage with every split (microbatch).
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class RankStep:
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
     """Return the actions of a stage for a batch, in 1F1B order (one forward, one backward).
 
-    For the first of two stages and three splits::
+    For the first of two stages and three splits (microbatches)::
 
         [("tables", 3), ("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
          ("agree", 1), ("backward", 2), ("collect", 3)]

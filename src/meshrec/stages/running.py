@@ -28,7 +28,7 @@ GENERATOR = "random numbers"
 
 
 class StageError(RuntimeError):
-    """A stage failed. The message names the stage and the split.
+    """A stage failed. The message names the stage and the split (microbatch).
 
     ``__cause__`` is the original exception where it was raised in this process.
     """
@@ -62,7 +62,7 @@ class Mode(NamedTuple):
 
 
 class _SavedSplit(NamedTuple):
-    """State that a stage saves between the forward and the backward pass of a split.
+    """State that a stage saves between the forward and the backward pass of a split (microbatch).
 
     Attributes:
         leaves: detached input tensors at which the autograd graph of the stage starts, by value name. None
@@ -77,9 +77,9 @@ class _SavedSplit(NamedTuple):
 class StageRun:
     """Executes a stage for a batch.
 
-    Call ``tables`` first, then ``forward`` for every split. For training, also call ``backward`` for every
-    split, in any order after the split's ``forward``. Then call ``add_to_grad``, ``values.collect`` and
-    ``tables_backward``.
+    Call ``tables`` first, then ``forward`` for every split (microbatch). For training, also call ``backward``
+    for every split, in any order after the split's ``forward``. Then call ``add_to_grad``,
+    ``values.collect`` and ``tables_backward``.
 
     Args:
         flow: which values this stage exchanges with other stages.
@@ -258,9 +258,9 @@ class Caller(ABC):
     """Runs the programs of a stage, which may be wrapped in DistributedDataParallel or FSDP2.
 
     Attributes:
-        direct: whether the backward pass of a split adds parameter gradients to ``grad`` directly, as a
-            wrapper requires. If False, `StageRun` sums the gradients over splits and adds the sum to
-            ``grad``.
+        direct: whether the backward pass of a split (microbatch) adds parameter gradients to ``grad``
+            directly, as a wrapper requires. If False, `StageRun` sums the gradients over splits and adds the
+            sum to ``grad``.
     """
 
     direct = False
@@ -291,7 +291,7 @@ class Caller(ABC):
 
 
 def split_seed(seed: int, k: int) -> int:
-    """Return the seed of the random generator for split ``k``, given the seed of the batch."""
+    """Return the seed of the random generator for split (microbatch) ``k``, given the seed of the batch."""
     # Seeds are signed 64-bit integers.
     return (seed + k) % (1 << 63)
 

@@ -49,7 +49,7 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Return the sample count in every split. For example, ``split_sizes(10, 4)`` is [4, 4, 2].
+    """Return the sample count in every split (microbatch). For example, ``split_sizes(10, 4)`` is [4, 4, 2].
 
     Args:
         batch: samples in the batch.
@@ -68,7 +68,7 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
 
 
 def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
-    """Divide a value for the whole batch by samples, and return a value for every split.
+    """Divide a value for the whole batch by samples, and return a value for every split (microbatch).
 
     Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
     item. Values without samples, such as Python scalars and 0-d tensors, are repeated in every split.
@@ -113,7 +113,7 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the results of all splits into a result for the whole batch; the inverse of `split`.
+    """Join the results of all splits (microbatches) into a result for the whole batch. Inverts `split`.
 
     Tensors [size, ...] are concatenated along dimension 0. A 0-d tensor is taken for a mean over samples, and
     the result is the mean over the whole batch. Other leaves must be equal in all splits.
@@ -135,7 +135,7 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join the values that a leaf of the results has in the splits into a single value; see `join`.
+    """Join the values which a leaf of the results has in all splits (microbatches); see `join`.
 
     Args:
         leaves: the leaf's value in every split.

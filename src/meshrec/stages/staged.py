@@ -317,7 +317,7 @@ def extract_values(
 
 
 class _ResultLayout:
-    """Flattens the results of all splits into a tuple of tensors, and restores the results from the tuple.
+    """Flattens the results of all splits (microbatches) into a tuple of tensors, and restores them from it.
 
     The tuple is needed because autograd functions return only tensors. Call `take`, then `give`, then
     `result`.
@@ -388,7 +388,8 @@ class _ResultLayout:
 class _RunStages(torch.autograd.Function):
     """Runs all stages as a single autograd operation.
 
-    Inputs are the batch tensors which require gradients. Outputs are the result tensors for all splits.
+    Inputs are the batch tensors which require gradients. Outputs are the result tensors for all splits
+    (microbatches).
     """
 
     @staticmethod

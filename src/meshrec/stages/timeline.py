@@ -14,7 +14,7 @@ class Event(NamedTuple):
     Attributes:
         stage: stage number. For a copy between devices, the sending stage.
         kind: "forward", "backward", "tables" (table lookup or update) or "copy".
-        split: split index; -1 for the whole batch.
+        split: index of the split (microbatch); -1 for the whole batch.
         start: seconds since the batch started.
         end: seconds since the batch started.
     """

@@ -26,7 +26,8 @@ class Unit:
         index: unit number. A unit reads only results of units with lower numbers.
         name: description for the user: the last submodule in the unit.
         nodes: nodes in execution order.
-        once_per_batch: whether the unit runs once per batch (table lookups) instead of once per split.
+        once_per_batch: True if the unit runs once per batch (table lookups), False if it runs once per split
+            (microbatch).
         needs: units whose results this unit reads, by number.
     """
 

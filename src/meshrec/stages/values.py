@@ -19,7 +19,9 @@ Gradients = list[Tensor | None]
 
 
 class Message(NamedTuple):
-    """Identifies a message between two stages: a value for a split, or the gradients for this value.
+    """Identifies a message between two stages.
+
+    The message has a value for a split (microbatch), or the gradients for this value.
 
     Attributes:
         kind: "value", sent from ``source`` to ``destination``, or "gradient", sent from ``destination`` back
@@ -61,7 +63,7 @@ class Exchange(ABC):
 
 
 class Inputs(NamedTuple):
-    """A batch, whole and divided into splits.
+    """A batch, whole and divided into splits (microbatches).
 
     Attributes:
         batch_values: batch values by name.
@@ -221,7 +223,7 @@ def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients |
 
 
 class GradientSums:
-    """Sums the gradients for a stage's parameters over the splits of a batch.
+    """Sums the gradients for a stage's parameters over the splits (microbatches) of a batch.
 
     Attributes:
         parameters: the stage's parameters.
