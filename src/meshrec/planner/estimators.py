@@ -280,7 +280,7 @@ class CostModel:
             in_node_N: see `rectangle_loads`.
 
         Returns:
-            Bytes by exchange: ``"ids"``, embeddings (``"output"``), and gradients (``"gradient"``).
+            Bytes by exchange, which is ``"ids"``, ``"output"`` (embeddings) or ``"gradient"``.
         """
         a = self.arrays
         table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)

@@ -140,8 +140,8 @@ def measure(
         max_seconds: time limit; a round which would probably end later does not start.
 
     Returns:
-        For every trial, seconds by phase name: the median over all steps of the mean over ranks. Phases that
-        took no time are left out.
+        For every trial, seconds by phase name. The seconds are the median over all steps of the mean over
+        ranks. Phases that took no time are left out.
     """
     times_by_trial: list[list[list[float]]] = [[] for _ in trials]
     dense = torch.ones(_DENSE_BYTES // 4, device=device)
