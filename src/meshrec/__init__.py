@@ -67,6 +67,7 @@ _import_export = importer(__name__, _EXPORTS | _ESTIMATORS)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used. ``__version__`` is read from the installed package."""
     if name == "__version__":
         from importlib.metadata import version
 

@@ -697,8 +697,8 @@ class Recommender(_Estimator):
                 repeated items are rare in the log.
 
         Returns:
-            A table with user, rank, item and score, in the library of the data given to ``fit``: pandas,
-                polars or Arrow.
+            A table with user, rank, item and score, for pandas or polars if ``fit`` was given such a table,
+            else for Arrow.
         """
         _checks.check_is_fitted(self)
         ranks = join(choose_device(self.device))

@@ -71,8 +71,8 @@ class InputDist:
         device: device on which IDs arrive from the caller.
         weighted: whether IDs have per-sample weights.
         sequence: whether the module returns a row per ID instead of a pooled row per bag.
-        bounds_check: what to do with IDs outside the table. WARN and OFF replace them by row 0, so no rank
-            reads memory out of bounds.
+        bounds_check: what to do with IDs outside the table. ERROR raises an error on every rank. WARN and OFF
+            replace such IDs by row 0, so no rank reads memory out of bounds.
     """
 
     def __init__(

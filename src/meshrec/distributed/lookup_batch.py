@@ -34,7 +34,8 @@ class Stage(enum.IntEnum):
 class SourceIds(NamedTuple):
     """The IDs with which the module was called on this rank, as in the KeyedJaggedTensor.
 
-    N is the number of IDs, K the number of keys (features), U the number of uses, and Q the number of routes.
+    N is the number of IDs, and K the number of keys (features). U is the number of uses, which are features
+    looked up in a table. Q is the number of routes, which are groups of IDs sent to a rank together.
     """
 
     values: Tensor
@@ -84,7 +85,8 @@ class PackedIds(NamedTuple):
 class LookupIds(NamedTuple):
     """The IDs to look up on this rank, sent by all ranks.
 
-    The IDs from one rank form a block. IDs are ordered block by block, then route by route, then bag by bag.
+    The IDs from a rank form a block. A route is a group of IDs for the same table, feature and row interval.
+    IDs are ordered block by block, then route by route, then bag by bag.
     """
 
     values: Tensor
@@ -114,7 +116,8 @@ class Fetch(NamedTuple):
     """
 
     slots: LookupIds
-    """The IDs from this node's ranks, each replaced by its index in ``distinct`` for its band."""
+    """The IDs from this node's ranks. Every ID is replaced by its index in the ``distinct`` IDs of its band.
+    """
     distinct: list[Tensor]
     """Distinct IDs in each band, int64 [U]. This rank fetches their rows."""
     owned: LookupIds

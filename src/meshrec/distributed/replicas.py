@@ -31,7 +31,7 @@ from meshrec.tables.updates import TableGradient
 
 
 class ReplicaSizes(NamedTuple):
-    """Sizes of the messages with IDs which each of P replicas has looked up.
+    """Sizes of the ID messages on all P replicas. A replica has looked up the IDs in its messages.
 
     A replica has n messages, one from each rank that sent it IDs. A message has Q routes. A route is a group
     of IDs for the same table, feature and row interval.

@@ -138,7 +138,11 @@ class _NewTables(NamedTuple):
     """Copies of the data-parallel tables."""
 
     def tables(self, number: int) -> Sequence[Table]:
-        """Return the rectangles of table ``number`` on this rank."""
+        """Return the parts of a table on this rank, a `Table` object per rectangle.
+
+        Args:
+            number: table number.
+        """
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables
