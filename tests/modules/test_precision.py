@@ -26,7 +26,7 @@ from meshrec.modules.precision import as_activations, cast_weights_once
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 needs_bf16_products = pytest.mark.skipif(
-    not linear._has_bf16_products(), reason="oneDNN has no bf16 products on this CPU"
+    not linear._has_bf16_linear(), reason="oneDNN has no bf16 products on this CPU"
 )
 
 
@@ -166,7 +166,7 @@ def test_logits_of_meta_tensors_have_a_shape():
 
 
 def test_without_bf16_products_torch_multiplies(monkeypatch):
-    monkeypatch.setattr(linear, "_has_bf16_products", lambda: False)
+    monkeypatch.setattr(linear, "_has_bf16_linear", lambda: False)
     monkeypatch.setattr(linear, "_BF16Linear", None)
     layer = Linear(7, 5)
     with bf16():

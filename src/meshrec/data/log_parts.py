@@ -171,7 +171,7 @@ def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) ->
         names=tuple(
             name
             for piece, record in zip(pieces, records, strict=True)
-            for name in (_record_name(piece), *(_part_name(piece, k) for k in range(record["parts"])))
+            for name in (_record_file_name(piece), *(_part_name(piece, k) for k in range(record["parts"])))
         ),
         times=(min(low for low, _ in times), max(high for _, high in times)) if times else (0, 0),
     )
@@ -274,7 +274,7 @@ def _encode_piece(log: LogFiles, piece: _Piece, folder: Path, max_rows: int) -> 
         folder: folder for the part files and the record.
         max_rows: maximum rows per part.
     """
-    path = folder / _record_name(piece)
+    path = folder / _record_file_name(piece)
     try:
         return unsealed(read_regular(path, _MAX_RECORD), path.name, required=True)
     except (OSError, DamageError):
@@ -466,7 +466,7 @@ class _Digests:
 
 
 # File names: DIGEST.json and DIGEST-NUMBER.arrow, where a Parquet piece's row groups follow the digest.
-def _record_name(piece: _Piece) -> str:
+def _record_file_name(piece: _Piece) -> str:
     return f"{_piece_name(piece)}.json"
 
 

@@ -97,7 +97,9 @@ class Split:
             quantiles.append((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
         parts = [self._by_quantile(block) for block in quantiles]
         shares = (1, self.validation, self.test)
-        empty = [part for part, share in zip(Part, shares, strict=True) if share and not _has(parts, part)]
+        empty = [
+            part for part, share in zip(Part, shares, strict=True) if share and not _has_rows(parts, part)
+        ]
         # Few rows may leave a part empty by chance. Then it gets a share of rows in random order.
         return self._by_time(quantiles) if self.by == "random" and empty else parts
 
@@ -215,7 +217,7 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
     return hash_bytes(array.cast(pa.large_binary() if is_binary else pa.large_string()))[1]
 
 
-def _has(parts: Sequence[Parts], part: "Part") -> bool:
+def _has_rows(parts: Sequence[Parts], part: "Part") -> bool:
     """Return whether any row belongs to ``part``. ``parts`` has the part per row, an array per block."""
     return any((block == part).any() for block in parts)
 

@@ -368,7 +368,7 @@ class EmbeddingBagCollection(TableCollection):
         weights = self._weights()
         lookup = self._lookup
         if features.variable_stride_per_key():
-            values = self._pool_variable(features, weights)
+            values = self._pool_variable_batch(features, weights)
         else:
             hashed = self._hashed_tables() if lookup.hashed else None
             lookups = lookup.lookups(features, weights, flat=False, hashed=hashed)
@@ -377,7 +377,7 @@ class EmbeddingBagCollection(TableCollection):
             )
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
-    def _pool_variable(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
+    def _pool_variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         """Look up keys with different numbers of bags, and copy bags to samples by ``inverse_indices``.
 
         Args:

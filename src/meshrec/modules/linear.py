@@ -76,7 +76,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: b
     """
     if not torch.jit.is_scripting():  # type: ignore
         in_bf16 = computes_in_bf16(input) and weight.dtype == torch.float32 and input.numel() > 0
-        if in_bf16 and _has_bf16_products():
+        if in_bf16 and _has_bf16_linear():
             return _bf16_linear(input, weight, bias, relu)
     out = nn.functional.linear(input, weight, bias)
     return torch.relu(out) if relu else out
@@ -91,7 +91,7 @@ def _bf16_linear(input: Tensor, weight: Tensor, bias: Tensor | None, relu: bool)
 
 
 @functools.cache
-def _has_bf16_products() -> bool:
+def _has_bf16_linear() -> bool:
     """Return whether this torch build and processor have oneDNN's bf16 linear operator."""
     # Private operators: they may be missing in other torch versions or builds.
     mkldnn = torch.ops.mkldnn

@@ -138,7 +138,7 @@ class _Search:
         # Start from fp16 in all tables if this is within the budget, otherwise from fp32.
         fp16_changes = self._measure(dict.fromkeys(self._num_bytes, FP16))
         first = FP16 if self._relative_rise(fp16_changes).bound <= self._budget else FP32
-        changes = {name: self._changes_of(name) for name in self._num_bytes}
+        changes = {name: self._loss_changes(name) for name in self._num_bytes}
         rises = {
             name: {data_type: self._relative_rise(c) for data_type, c in table_changes.items()}
             for name, table_changes in changes.items()
@@ -169,7 +169,7 @@ class _Search:
             types, rise = dict.fromkeys(types, FP32), Rise(0.0, 0.0)
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
-    def _changes_of(self, name: str) -> dict[DataType, Tensor]:
+    def _loss_changes(self, name: str) -> dict[DataType, Tensor]:
         """Measure the per-sample loss changes if only this table is quantized, for two data types.
 
         The first type is INT4. The second type is INT2 if the rise with INT4 is within the budget, and

@@ -13,7 +13,7 @@ class StageLink(ABC):
     """Moves values from the device of the stage that computed them to the device of a stage that reads them.
 
     Subclass it to replace the transport in `Staged`. The sending stage calls `ready` and continues with other
-    work. A carrier thread then calls `carry`. There is a carrier thread for every pair of a sending and a
+    work. A copy thread then calls `carry`. There is a copy thread for every pair of a sending and a
     receiving stage.
     """
 
@@ -29,7 +29,7 @@ class StageLink(ABC):
 
     @abstractmethod
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """Move ``value`` to another device. The carrier thread calls this method.
+        """Move ``value`` to another device. The copy thread calls this method.
 
         Args:
             value: nested container with the tensors to send.

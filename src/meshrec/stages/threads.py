@@ -1,4 +1,4 @@
-"""Run stages in a single process: a worker thread per stage, and carrier threads which copy between devices.
+"""Run stages in a single process: a worker thread per stage, and copy threads which copy between devices.
 
 Every stage runs its forward passes from the first split to the last, and its backward passes from the last
 split to the first. Sums over splits are therefore added in the same order in every run, and results do not
@@ -25,7 +25,7 @@ from meshrec.stages.values import Exchange, Gradients, Inputs, Message, StageVal
 
 
 class Workers:
-    """Threads which run stages, and carrier threads which copy values between stages.
+    """Threads which run stages, and copy threads which copy values between stages.
 
     The threads stay alive for later batches.
 
@@ -39,7 +39,7 @@ class Workers:
         # One thread per pool, so that a stage's jobs always run in the same thread.
         self._pools = [ThreadPoolExecutor(1, f"meshrec-stage-{s}") for s in range(num_workers)]
         # A thread per (source, destination), created on first use and kept for later batches.
-        self._carriers: dict[tuple[int, int], ThreadPoolExecutor] = {}
+        self._copy_threads: dict[tuple[int, int], ThreadPoolExecutor] = {}
         for pool in self._pools:
             pool.submit(torch.set_num_threads, num_threads).result()
 
@@ -90,12 +90,12 @@ class Workers:
         if errors:
             raise errors[0]
 
-    def carrier(self, source: int, destination: int) -> ThreadPoolExecutor:
+    def copy_thread(self, source: int, destination: int) -> ThreadPoolExecutor:
         """Return the thread which copies values from stage ``source`` to stage ``destination``."""
-        if (source, destination) not in self._carriers:
+        if (source, destination) not in self._copy_threads:
             name = f"meshrec-link-{source}-{destination}"
-            self._carriers[source, destination] = ThreadPoolExecutor(1, name)
-        return self._carriers[source, destination]
+            self._copy_threads[source, destination] = ThreadPoolExecutor(1, name)
+        return self._copy_threads[source, destination]
 
 
 class ThreadExchange(Exchange):
@@ -104,9 +104,9 @@ class ThreadExchange(Exchange):
     Every message has a future, which the sender fills and on which the receiver waits.
 
     Args:
-        workers: owner of the carrier threads.
+        workers: owner of the copy threads.
         devices: device of every stage.
-        link: copies tensors to the receiving stage's device, in a carrier thread. If None, the receiving
+        link: copies tensors to the receiving stage's device, in a copy thread. If None, the receiving
             stage gets the sender's tensors without a copy.
         timeline: records copies.
     """
@@ -125,7 +125,7 @@ class ThreadExchange(Exchange):
     def put(self, message: Message, value: Any) -> None:
         """Make a value or its gradients available to the receiving stage, on that stage's device.
 
-        A copy between devices runs in a carrier thread. Without a link or tensors, nothing is copied.
+        A copy between devices runs in a copy thread. Without a link or tensors, nothing is copied.
         """
         future, link = self._future(message), self._link
         # The generator state is always on the host.
@@ -148,7 +148,7 @@ class ThreadExchange(Exchange):
         # In the sending stage's thread, because its CUDA stream is the current one there.
         ready = link.ready(plain)
 
-        # Runs in a carrier thread, so that the sending stage continues meanwhile.
+        # Runs in a copy thread, so that the sending stage continues meanwhile.
         def carry() -> None:
             """Copy the value to the receiving stage's device, record the copy, and fulfill the future."""
             start = time.perf_counter()
@@ -162,7 +162,7 @@ class ThreadExchange(Exchange):
             if not future.cancelled():
                 future.set_result(lambda: _set_requires_grad(arrive(), flags))
 
-        self._workers.carrier(source, destination).submit(carry)
+        self._workers.copy_thread(source, destination).submit(carry)
 
     @override
     def get(self, message: Message) -> Any:

@@ -251,7 +251,7 @@ class TableModule(nn.Module):
             ValueError: a part is missing, has another size or dtype, or holds other rectangles.
         """
         if self.is_growable:
-            self._load_growable(values, prefix)
+            self._load_hashed(values, prefix)
             return
         check_loadable(values["weight"], prefix + "weight", self.storage)
         full = self._empty_parts() if self.over_devices else self.full_parts()
@@ -295,7 +295,7 @@ class TableModule(nn.Module):
         if self.split is not None:
             self.split.rows_loaded()
 
-    def _load_growable(self, values: Mapping[str, Tensor], prefix: str) -> None:
+    def _load_hashed(self, values: Mapping[str, Tensor], prefix: str) -> None:
         """Load row parts from a state dict into a hashed table; see ``load``."""
         # If the values are this table's present rows, there is nothing to do. All ranks must skip together,
         # because ``rows_loaded`` is collective.

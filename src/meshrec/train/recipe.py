@@ -557,7 +557,7 @@ def _check_labels(features: "Features", loss: Loss) -> None:
     """
     ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
     if isinstance(loss, ours | Softmax | Ranking):
-        _check_classes(features, loss)
+        _check_label_loss(features, loss)
     if not isinstance(loss, ours):
         return
     losses = [task.loss for task in loss.tasks] if isinstance(loss, Tasks) else [loss]
@@ -575,7 +575,7 @@ def _check_labels(features: "Features", loss: Loss) -> None:
             )
 
 
-def _check_classes(features: "Features", loss: Loss) -> None:
+def _check_label_loss(features: "Features", loss: Loss) -> None:
     """Check that the loss fits labels of the kinds "class" and "query".
 
     A class label needs the loss `Softmax` with the same classes. A query label must follow one other label,

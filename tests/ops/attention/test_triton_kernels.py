@@ -23,7 +23,7 @@ ALL = "MESHREC_THOROUGH" in os.environ
 TOKENS = kernels.AttentionTokens(*["*fp32"] * 3, *["i32"] * 9, "fp32")
 SAMPLES = kernels.AttentionSamples(*["*i64"] * 3, "i32")
 BIASES = kernels.AttentionBiases("*fp32", "*fp32", "*i64", "*fp32", "i32", "i32")
-RESULTS = kernels.AttentionResults(*["*fp32"] * 3)
+RESULTS = kernels.BackwardInputs(*["*fp32"] * 3)
 ARGUMENTS = {"tokens": TOKENS, "samples": SAMPLES, "biases": BIASES, "results": RESULTS}
 ARGUMENTS["first_sample"] = "i32"
 

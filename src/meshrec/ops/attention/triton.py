@@ -101,7 +101,7 @@ def jagged_attention_grad(
     # Softmax backward needs sum(weight * weight_grad) per query, which equals out . grad (as in
     # FlashAttention).
     deltas = (grad * out).sum(2) if is_softmax else log_sums
-    results = kernels.AttentionResults(grad, log_sums.contiguous(), deltas)
+    results = kernels.BackwardInputs(grad, log_sums.contiguous(), deltas)
     query_grad, key_grad, value_grad = (x.new_empty(x.shape) for x in (query, key, value))
     num_heads, num_samples = query.shape[1], len(options[0]) - 1
     shared = launch.biases, results

@@ -132,7 +132,7 @@ def bias_gradients(
         tokens: `AttentionTokens`.
         samples: `AttentionSamples`.
         biases: `AttentionBiases`.
-        results: `AttentionResults`.
+        results: `BackwardInputs`.
         parts: output, initially 0. A program's part is [num_buckets] for the time bias, and
             [2, 2 max_length - 1] for the position bias.
         first_sample: first sample in this launch.

@@ -62,7 +62,7 @@ class AttentionBiases(NamedTuple):
     num_buckets: Any
 
 
-class AttentionResults(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Kernel argument with the inputs that only the backward pass needs, for M queries and H heads.
 
     ``grad`` is the output gradient. The other tensors [M, H] are read for softmax only: ``log_sums`` has the
@@ -269,7 +269,7 @@ def weights_and_score_grads(
         score: scores, queries by keys.
         weight_grad: gradients of the attention weights.
         allowed: attention mask.
-        results: `AttentionResults`; read for softmax only.
+        results: `BackwardInputs`; read for softmax only.
         position: index per query in the [M, H] tensors, for this head, [BLOCK].
         is_row: mask for valid rows.
         max_length: divisor for SiLU weights.
@@ -506,7 +506,7 @@ def query_gradients(
         tokens: `AttentionTokens`.
         samples: `AttentionSamples`.
         biases: `AttentionBiases`.
-        results: `AttentionResults`.
+        results: `BackwardInputs`.
         query_grad: output [M, H, Q].
         SOFTMAX: see `attend`.
         CAUSAL: see `Mask`.
@@ -580,7 +580,7 @@ def key_gradients(
         tokens: `AttentionTokens`.
         samples: `AttentionSamples`.
         biases: `AttentionBiases`.
-        results: `AttentionResults`.
+        results: `BackwardInputs`.
         key_grad: output [N, H, Q].
         value_grad: output [N, H, V].
         SOFTMAX: see `attend`.

@@ -180,7 +180,7 @@ def _batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> T
     return torch.einsum("bhl,blhd->bhd", v.view(bags, heads, length), matrices).flatten(0, 1)
 
 
-def _rows_of_bags(lengths: Tensor, bags: Tensor) -> Tensor:
+def _value_positions(lengths: Tensor, bags: Tensor) -> Tensor:
     """Return the value positions of the selected bags."""
     counts, starts = lengths[bags], to_offsets(lengths)[bags]
     here = to_offsets(counts)
@@ -192,7 +192,7 @@ def _jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
     """Return the values and the lengths of the selected bags."""
-    return [values.index_select(0, _rows_of_bags(lengths, indices)), lengths[indices]]
+    return [values.index_select(0, _value_positions(lengths, indices)), lengths[indices]]
 
 
 def _permute_bags(
@@ -206,7 +206,7 @@ def _permute_bags(
     # Indices of whole keys, [new order]; lengths are [keys, B].
     keys = permute.long()
     bags = torch.arange(lengths.numel(), device=lengths.device).view(lengths.shape)[keys].flatten()
-    rows = _rows_of_bags(lengths.flatten(), bags)
+    rows = _value_positions(lengths.flatten(), bags)
     return lengths[keys], values[rows], None if weights is None else weights[rows]
 
 
