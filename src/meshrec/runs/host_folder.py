@@ -211,14 +211,12 @@ def _claim_folder(job: Job) -> RunLock:
 
 
 def _launch_of(folder: RunFolder) -> str | None:
-    """Return the ID of the launch that created a run folder. Return None if the file with the ID is damaged.
-
-    If no ID is recorded, the result is the string "None".
-    """
+    """Return the ID of the launch that created a run folder; None if it is not recorded or damaged."""
     try:
-        return str((folder.read_json(LAUNCH) or {}).get("id"))
+        launch: str | None = (folder.read_json(LAUNCH) or {}).get("id")
     except ValueError:
         return None
+    return launch
 
 
 def _wait_for_lock(folder: RunFolder, seconds: float) -> RunLock:

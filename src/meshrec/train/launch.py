@@ -179,8 +179,8 @@ def _killing_stragglers(
 
     def _kill(pid: int, rank: int) -> None:
         """Kill a rank's process, and record the rank in ``unresponsive_ranks``."""
-        unresponsive_ranks.add(rank)
         os.kill(pid, signal.SIGKILL)
+        unresponsive_ranks.add(rank)
 
     thread = threading.Thread(target=watch, name="stragglers", daemon=True)
     thread.start()

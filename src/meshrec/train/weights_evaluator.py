@@ -160,7 +160,9 @@ class WeightsEvaluator:
             interval = auc_interval(
                 auc, *effective_sizes(self._sum_over_ranks(self._histograms["validation"]))
             )
-            self.early.best_auc = auc + _INITIAL_WEIGHTS_LEAD * (interval.high - interval.low)
+            lead = _INITIAL_WEIGHTS_LEAD * (interval.high - interval.low)
+            # Below 1 unless the AUC is 1, so that better weights can still win.
+            self.early.best_auc = auc + min(lead, (1 - auc) / 2)
 
     def evaluate_test(self, step: int) -> None:
         """Evaluate the final weights on the test data."""

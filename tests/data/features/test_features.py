@@ -114,10 +114,6 @@ def test_vocabularies_number_frequent_values_first():
     assert [feature.row_of(each) for each in ("x", "y", None, "")] == [3, 4, 0, 0]
     assert {feature.row_of(each) for each in "zqrstuv"} == {1, 2}
     assert feature.rows == 5
-    (report,) = features.coverage([data])
-    assert (report.num_ids, report.distinct, report.rows) == (7, 3, 5)
-    assert report.unseen == pytest.approx(1 / 7)
-    assert report.missing == pytest.approx(2 / 7)
 
 
 def test_hashes_are_public_and_the_same_for_every_width_of_a_type():

@@ -6,7 +6,6 @@ table row of a value, as in ``features["user"].row_of("user-7")``.
 """
 
 from meshrec.data.features.column_feature import UnfittedError
-from meshrec.data.features.coverage import Coverage
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.features import ColumnFeature, Features, FitState
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
@@ -21,7 +20,6 @@ from meshrec.data.features.vocabulary import Vocabulary
 __all__ = [
     "Buckets",
     "ColumnFeature",
-    "Coverage",
     "Cross",
     "DatePart",
     "Features",

@@ -14,7 +14,6 @@ from meshrec.data.encoding import Encoding, RowChecks, RowOrigin
 from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import from_json, need_fitted, to_json
-from meshrec.data.features.coverage import Coverage, SeenValues
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join, RequestColumns
@@ -502,23 +501,6 @@ class Features(Encoding):
                     )
                 schema = schema.append(field)
         return schema
-
-    # -- looking -----------------------------------------------------------------------------------------
-
-    def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
-        """Return the `Coverage` of every ID feature: used table rows, missing values and collisions.
-
-        Args:
-            tables: the data, as consecutive tables without the columns added by joins.
-        """
-        all_seen = [SeenValues(seen_values) for seen_values in self.ids]
-        for table in tables:
-            table = plain_table(table)
-            for join in self.joins:
-                table = join.joined(table)
-            for seen_values in all_seen:
-                seen_values.add(table)
-        return [seen_values.coverage() for seen_values in all_seen]
 
     def to_json(self) -> dict[str, Any]:
         """Return labels and features as JSON types."""

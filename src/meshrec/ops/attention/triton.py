@@ -122,7 +122,7 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
 
     Args:
         launch: arguments that all kernels share.
-        results: `AttentionResults`, the additional inputs of the backward pass.
+        results: `BackwardInputs`, the additional inputs of the backward pass.
         num_samples: number of samples.
         bias: the position bias or the time bias.
         is_time: whether ``bias`` is the time bias.
