@@ -12,7 +12,7 @@ from meshrec.optim import SGD
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology, estimate_from_batches
 from meshrec.planner.module_tables import tables_of_model
-from meshrec.quant import quantize, table_bytes
+from meshrec.quant import quantised_about, quantize, table_bytes
 
 TOWERS = ("user", "item")
 
@@ -89,6 +89,8 @@ def test_quantize_takes_paths_and_refuses_a_name_of_two_modules():
         DataType.INT8,
     ]
     assert table_bytes(small) == {"user.ids": 10 * 4 * 4, "item.ids": 10 * (4 + 4)}
+    about = quantised_about(small)["tables"]
+    assert {name: table["bytes"] for name, table in about.items()} == table_bytes(small)
     with pytest.raises(ValueError, match=r"'ids'.*\['user.ids', 'item.ids'\]"):
         quantize(model, per_table={"ids": DataType.INT8})
 

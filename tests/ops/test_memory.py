@@ -219,6 +219,22 @@ def test_frozen_objects_are_collected_again_afterwards(monkeypatch):
             gc.freeze()
 
 
+def test_a_block_inside_a_block_does_not_stop_later_ones(monkeypatch):
+    frozen_by_pytest = gc.get_freeze_count()
+    gc.unfreeze()
+    monkeypatch.setitem(memory._frozen, "by_program", False)
+    try:
+        for _ in range(2):
+            with frozen_objects():
+                with frozen_objects():
+                    pass
+                assert gc.get_freeze_count() > 1000
+            assert gc.get_freeze_count() == 0
+    finally:
+        if frozen_by_pytest:
+            gc.freeze()
+
+
 def test_objects_that_the_program_froze_stay_frozen():
     gc.freeze()
     before = gc.get_freeze_count()

@@ -107,8 +107,9 @@ def populate_pages(address: int, num_bytes: int) -> bool:
     return bool(ctypes.CDLL(None).madvise(*pages, _POPULATE_WRITE) == 0)
 
 
-_frozen = {"by_program": False}
-"""A yes of `_is_frozen_by_program`, until the process ends."""
+# by_program: a yes of `_is_frozen_by_program`, until the process ends. by_block: whether a `frozen_objects`
+# block has frozen the objects that are frozen now.
+_frozen = {"by_program": False, "by_block": False}
 
 
 def _is_frozen_by_program() -> bool:
@@ -116,7 +117,8 @@ def _is_frozen_by_program() -> bool:
 
     After True, all later calls return True without counting frozen objects, which takes up to 80 ms.
     """
-    _frozen["by_program"] = _frozen["by_program"] or gc.get_freeze_count() > 0
+    if not _frozen["by_program"] and not _frozen["by_block"]:
+        _frozen["by_program"] = gc.get_freeze_count() > 0
     return _frozen["by_program"]
 
 
@@ -131,8 +133,9 @@ def frozen_objects() -> Iterator[None]:
     unfreeze only some objects, so in this case the block freezes nothing more. MeshRec's own command is an
     exception: in it, the block freezes the other objects too, and all stay frozen.
     """
-    is_first = not _is_frozen_by_program()
+    is_first = not _is_frozen_by_program() and not _frozen["by_block"]
     if is_first or is_command():
+        _frozen["by_block"] = _frozen["by_block"] or is_first
         # Collect first: freeze() also keeps unreachable objects that are still in memory.
         gc.collect()
         gc.freeze()
@@ -141,6 +144,7 @@ def frozen_objects() -> Iterator[None]:
     finally:
         if is_first:
             gc.unfreeze()
+            _frozen["by_block"] = False
 
 
 # MAP_NORESERVE, which Python names from 3.13 on.

@@ -17,6 +17,7 @@ from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.index import mix
+from meshrec.optim.table_names import full_names
 from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encode_rows
 from meshrec.quant.quantize import checked_types, copy_except, finish_copy
@@ -196,21 +197,21 @@ def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
 
     Returns:
         A dict with the entry ``tables``, followed by the entries from ``source``. ``tables`` has a dict per
-            table name with ``data_type``, ``bytes`` (of all rows) and ``padding_bits`` (per row).
+            table name, as in `table_bytes`, with ``data_type``, ``bytes`` (of all rows) and
+            ``padding_bits`` (per row).
     """
     tables = {}
-    for module in model.modules():
-        if isinstance(module, TableCollection):
-            num_rows = rows_by_table(module)
-            for config, weight in module.tables().values():
-                storage = storage_of(config, weight)
-                # 32 bits below: scale and bias, fp16.
-                used = config.embedding_dim * (config.data_type.bits or 8 * storage.dtype.itemsize)
-                tables[config.name] = {
-                    "data_type": str(config.data_type),
-                    "bytes": storage.num_bytes(num_rows[config.name], config.embedding_dim),
-                    "padding_bits": 8 * storage.columns(config.embedding_dim) - used - 32
-                    if storage.bits
-                    else 0,
-                }
+    collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
+    names = full_names({path: [c.name for c, _ in m.tables().values()] for path, m in collections.items()})
+    for path, module in collections.items():
+        num_rows = rows_by_table(module)
+        for config, weight in module.tables().values():
+            storage = storage_of(config, weight)
+            # 32 bits below: scale and bias, fp16.
+            used = config.embedding_dim * (config.data_type.bits or 8 * storage.dtype.itemsize)
+            tables[names[path, config.name]] = {
+                "data_type": str(config.data_type),
+                "bytes": storage.num_bytes(num_rows[config.name], config.embedding_dim),
+                "padding_bits": 8 * storage.columns(config.embedding_dim) - used - 32 if storage.bits else 0,
+            }
     return {"tables": tables, **source}

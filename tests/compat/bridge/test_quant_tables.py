@@ -7,7 +7,12 @@ from meshrec.compat.bridge import embeddings, quant
 from meshrec.compat.bridge.inference import DEFAULT_SHARDERS, shard_quant_model
 from meshrec.compat.bridge.planner import ParameterConstraints
 from meshrec.compat.bridge.pruning import set_pruning_data
-from meshrec.compat.bridge.quant_tables import assign_weights_to_tbe, get_table_to_weights_from_tbe
+from meshrec.compat.bridge.quant_tables import (
+    QuantTableGroup,
+    TableSpec,
+    assign_weights_to_tbe,
+    get_table_to_weights_from_tbe,
+)
 
 
 class Model(nn.Module):
@@ -50,6 +55,15 @@ def test_rows_of_one_model_are_given_to_another(kind):
     assert torch.equal(target(batch()), expected)
     rows, _ = get_table_to_weights_from_tbe(target)["t0"]
     assert torch.equal(rows, get_table_to_weights_from_tbe(source)["t0"][0])
+
+
+def test_a_rank_assigns_the_rows_that_it_splits_off():
+    local = [torch.zeros(3, 12, dtype=torch.uint8), torch.zeros(2, 12, dtype=torch.uint8)]
+    group = QuantTableGroup([TableSpec("t", 20, 8, DataType.INT8)], [local])
+    rows = torch.arange(60, dtype=torch.uint8).view(5, 12)
+    group.assign_embedding_weights([(rows, None)])
+    assert torch.equal(group.split_embedding_weights()[0][0], rows)
+    assert torch.equal(local[1], rows[3:])
 
 
 def test_rows_that_do_not_fit_change_nothing():

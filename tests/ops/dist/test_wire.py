@@ -180,6 +180,11 @@ def test_wrong_arguments_are_told():
         OPS.wire_decode(torch.zeros(3, dtype=torch.uint8), *layout)
     with pytest.raises(ValueError, match=r"numbered 0.*4"):
         OPS.wire_decode(torch.zeros(8, dtype=torch.uint8), [2], [0, 1], [4], [7])
+    for first_columns, widths, formats in (([0, 2], [4], [3]), ([0, 1], [4, 4], [3]), ([0, 1], [4], [3, 3])):
+        with pytest.raises(ValueError, match="1 blocks"):
+            OPS.wire_decode(torch.zeros(32, dtype=torch.uint8), [2], first_columns, widths, formats)
+        with pytest.raises(ValueError, match="1 blocks"):
+            list(naive.block_ranges([2], first_columns, widths, formats))
 
 
 @pytest.mark.parametrize("format", FORMATS)

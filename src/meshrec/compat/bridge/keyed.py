@@ -323,7 +323,8 @@ def batch_cal_norm(
     """
     is_max = norm_type == torch.inf
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grad_list if grad.numel()]
-    empty = torch.tensor(-torch.inf if is_max else 0.0)
+    device = grad_list[0].device if grad_list else None
+    empty = torch.tensor(-torch.inf if is_max else 0.0, device=device)
     total: Tensor = empty
     if norms:
         total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()

@@ -30,14 +30,14 @@ class QuantTableGroup:
 
     Args:
         specs: tables.
-        parts: for every table, the local shards as pairs of the first table row and a view of the rows.
+        parts: for every table, views of the local shards' rows, in row order.
         built: parts of the sharded module with these tables; None if the module is not sharded.
     """
 
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        parts: Sequence[Sequence[tuple[int, Tensor]]],
+        parts: Sequence[Sequence[Tensor]],
         built: ModuleParts | None = None,
     ) -> None:
         self.embedding_specs = list(specs)
@@ -51,10 +51,7 @@ class QuantTableGroup:
             A pair per table. The first element has the rows, as a view, or as a copy if the table has several
             local shards. The second element is None, because the rows contain their scales.
         """
-        return [
-            (views[0][1] if len(views) == 1 else torch.cat([rows for _, rows in views]), None)
-            for views in self._parts
-        ]
+        return [(views[0] if len(views) == 1 else torch.cat(views), None) for views in self._parts]
 
     def assign_embedding_weights(self, weights: Sequence[Rows]) -> None:
         """Overwrite the rows of all tables. Validates every table before writing any.
@@ -63,7 +60,7 @@ class QuantTableGroup:
             ValueError: rows have the wrong shape, or separate scales.
         """
         for spec, (rows, scales), views in zip(self.embedding_specs, weights, self._parts, strict=True):
-            shape = (sum(len(view) for _, view in views), views[0][1].shape[1])
+            shape = (sum(len(view) for view in views), views[0].shape[1])
             if scales is not None or tuple(rows.shape) != shape:
                 raise ValueError(
                     f"table {spec.name!r} takes rows of shape {list(shape)} with their scales inside, got "
@@ -72,8 +69,8 @@ class QuantTableGroup:
                 )
         # All tables are valid: write.
         for (rows, _), views in zip(weights, self._parts, strict=True):
-            for first, view in views:
-                view.copy_(rows[first : first + len(view)])
+            for view, shard_rows in zip(views, rows.split([len(view) for view in views]), strict=True):
+                view.copy_(shard_rows)
         if self._built is not None:
             self._built.tables.num_changes += 1  # rows that were looked up ahead are outdated
 
@@ -94,18 +91,15 @@ def table_groups(module: Any) -> list[QuantTableGroup]:
     return [
         QuantTableGroup(
             [TableSpec(c.name, c.num_embeddings, c.embedding_dim, c.data_type) for c in group],
-            [[(0, weights[c.name])] if built is None else _views(built, c) for c in group],
+            [[weights[c.name]] if built is None else _views(built, c) for c in group],
             built,
         )
         for group in groups.values()
     ]
 
 
-def _views(built: ModuleParts, config: Any) -> list[tuple[int, Tensor]]:
-    """Return this rank's shards of a table.
-
-    Returns:
-        Pairs of the first table row and a view of the shard's rows, in ascending order of the first row.
+def _views(built: ModuleParts, config: Any) -> list[Tensor]:
+    """Return views of the rows of this rank's shards of a table, in row order.
 
     Raises:
         ValueError: the table is split by columns.
@@ -121,7 +115,7 @@ def _views(built: ModuleParts, config: Any) -> list[tuple[int, Tensor]]:
         rows, width = part.shape
         weight = part.weight.detach().flatten()
         views.append((rectangle.r0, weight[part.start : part.start + rows * width].view(rows, width)))
-    return sorted(views, key=lambda view: view[0])
+    return [rows for _, rows in sorted(views, key=lambda view: view[0])]
 
 
 def _groups(model: nn.Module) -> Iterator[QuantTableGroup]:

@@ -124,7 +124,7 @@ def block_ranges(
     if (
         len(first_columns) != len(row_counts) + 1
         or first_columns[0] != 0
-        or first_columns[-1] != len(widths) != len(formats)
+        or not first_columns[-1] == len(widths) == len(formats)
     ):
         raise ValueError(
             f"begins must have the first column of each of the {len(row_counts)} blocks and the number of "
