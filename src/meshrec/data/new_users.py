@@ -58,7 +58,7 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
         return [is_even, ~is_even, block.times < moment, np.ones_like(is_even)]
 
     def times_of_parts() -> Iterator[list[Ints]]:
-        """Yield the timestamps block by block, in an array per mask of `subset_masks`, for `quantile`."""
+        """Yield a list for every block, with the timestamps selected by each of the P masks."""
         for block in log.blocks(stops):
             times = block.times
             yield [times[mask] for mask in subset_masks(block)]

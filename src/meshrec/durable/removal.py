@@ -55,7 +55,7 @@ class Created(NamedTuple):
             mode: file permissions, before the umask.
 
         Returns:
-            A file descriptor for reading and writing, and the record.
+            A file descriptor for reading and writing, and the `Created` record for the file.
 
         Raises:
             FileExistsError: the path exists, even as a dangling link.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Computed(NamedTuple):
-    """Metrics from ``MetricSet.compute``, by name."""
+    """Result of ``MetricSet.compute``: metric values by name, for the last window and for the whole run."""
 
     window: dict[str, float]
     """Metrics over the samples since the previous ``compute``."""

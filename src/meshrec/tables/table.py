@@ -71,7 +71,11 @@ class RowBlock(NamedTuple):
 
 
 class Table(Protocol):
-    """The rows of a table in a rectangle, on a single rank. See [Note: the parts of a table]."""
+    """Interface of a local table shard, whose rows can be read, written and moved to other ranks.
+
+    The shard covers a row interval and a column interval of the whole table, called its rectangle. See
+    [Note: the parts of a table].
+    """
 
     @property
     def rectangle(self) -> Rectangle:

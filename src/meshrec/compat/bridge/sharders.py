@@ -93,7 +93,7 @@ class TorchRecSharder:
 
 
 class _FusedSharder:
-    """Common base of the sharders of trained collections: TorchRec's constructor arguments."""
+    """Base class for sharders of trainable tables. The constructor has the same arguments as TorchRec's."""
 
     fused_params: Any
     optimizer: OptimizerSpec | None

@@ -123,7 +123,7 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
 
 def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
-    """Convert a virtual table's eviction policy to hashed keys.
+    """Return the `Hashed` configuration for a virtual table with an eviction policy.
 
     Args:
         policy: eviction policy; None: rows are never evicted.
@@ -131,8 +131,8 @@ def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
         name: table name, for messages.
 
     Returns:
-        Hashed keys. The maximum number of rows is the policy's trigger count, or ``num_embeddings`` if the
-        count is 0 or ``policy`` is None.
+        Configuration whose ``max_rows`` is the policy's ``training_id_eviction_trigger_count``, or
+        ``num_embeddings`` if the count is 0 or ``policy`` is None.
 
     Raises:
         ValueError: the policy is not supported, or the maximum number of rows is too large.

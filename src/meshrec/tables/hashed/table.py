@@ -304,7 +304,10 @@ class HashedTable:
 
     @property
     def index(self) -> Index:
-        """Index from keys to positions in ``rows``: the table itself, or an index into a file's cache."""
+        """Index from hashed keys to slots in ``rows``.
+
+        If the rows are in memory, it is the table itself. If they are in a file, it maps to cache slots.
+        """
         return self if self.file is None else CachedKeys(self.resolve, self.file.slot_keys)
 
     @property
@@ -716,11 +719,11 @@ class KeyOrderedRows:
         return streamed_parts(self)
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
-        """Yield the rows in blocks whose keys are positions, not hashed keys.
+        """Yield the rows sorted by hashed key, in blocks. ``RowBlock.keys`` has positions in this order.
 
         Args:
             columns: columns of the part ``weight``; None: all.
-            keys: position interval; None: all.
+            keys: interval of positions; None: all rows in the rectangle.
         """
         r = self.rectangle
         # Keys are positions here; ``_first`` converts them to indices in the local lists.
