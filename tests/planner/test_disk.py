@@ -92,6 +92,20 @@ def test_memory_goes_where_it_saves_reads():
     )
 
 
+@pytest.mark.parametrize("dim", [16, 1024])
+def test_a_table_is_whole_in_memory_where_it_fits_and_takes_no_more_than_there_is(dim):
+    table = Table(name="t", num_embeddings=100_000, embedding_dim=dim)
+    kept = []
+    for share in (0.97, 0.985, 0.99, 0.995, 1.0, 1.02):
+        memory = int(share * table.num_bytes / 2)
+        disk = Disk(num_bytes=8 << 30, reads=70_000, writes=50_000)
+        (placed,) = place(memory, disk, [table], {"t": IdSample(100_000, 40_000)}).tables
+        assert placed.memory_bytes <= 2 * memory
+        kept.append(placed.cache_rows is None)
+    assert kept[-1]
+    assert not kept[0]
+
+
 @pytest.mark.parametrize(
     ("memory", "disk", "samples", "match"),
     [

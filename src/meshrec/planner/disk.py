@@ -203,7 +203,7 @@ def place_rows(
             waiting.discard(best)
             continue
         left -= size.grow()
-    _keep_nearly_whole_tables_in_memory(sizes)
+    _keep_whole_tables_in_memory(sizes, left)
     placed = [size.placed() for size in sizes]
     num_nodes = topology.world_size // topology.local_size
     # Files are on the disks of all nodes.
@@ -236,13 +236,19 @@ def _rates(topology: Topology) -> tuple[float, float]:
     return reads, writes
 
 
-def _keep_nearly_whole_tables_in_memory(sizes: Sequence["_CacheSize"]) -> None:
-    """Set the cache size to the whole table if it exceeds 98 % of the rows, so that the table needs no file.
+def _keep_whole_tables_in_memory(sizes: Sequence["_CacheSize"], left: float) -> None:
+    """Set the cache size to the whole table for tables that fit in memory, so that they need no file.
 
-    Other cache sizes are not changed.
+    A whole table has no overhead per cached row. It may take less memory than its cache.
+
+    Args:
+        sizes: cache sizes of all tables.
+        left: memory bytes that are not assigned yet.
     """
-    for size in sizes:
-        if size.cached > 0.98 * size.table.num_embeddings:
+    for size in sorted(sizes, key=_CacheSize.bytes_to_whole):
+        additional = size.bytes_to_whole()
+        if additional <= left:
+            left -= additional
             size.cached = size.table.num_embeddings
 
 
@@ -291,6 +297,10 @@ class _CacheSize:
         self.cached = min(self.table.num_embeddings, self.cached + self.step)
         self._rate = self._law.hit_rate(self.cached, self._draws)
         return (self.cached - before) * self.row_bytes
+
+    def bytes_to_whole(self) -> float:
+        """Return the additional memory bytes of the whole table in memory over the cache; may be negative."""
+        return self.table.num_bytes - self.index_bytes - self.cached * self.row_bytes
 
     def placed(self) -> PlacedTable:
         """Return how the table is split between memory and a file with the present cache size."""
