@@ -394,7 +394,7 @@ def _check_values(manifest: Manifest) -> None:
 
         # The same stand-in for the same name, so that identity shows which name belongs to a position.
         def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
-            """Return the empty tensor that stands for the tensor ``name``, always the same for a name."""
+            """Return the placeholder for the tensor ``name``. Repeated calls return the same object."""
             return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
 
         try:

@@ -174,7 +174,8 @@ def criteo(
     Args:
         train: files, folders (all files in them) or patterns.
         num_embeddings: rows of every embedding table, or a list with the rows of the 26 tables.
-        options: as for `meshrec.data.parquet`. A split by time uses line order, as in day files.
+        options: as for `meshrec.data.parquet`. Criteo data has no time column, so ``Split(by="time")``
+            assumes that rows are in time order, as they are in Criteo's files ``day_0`` to ``day_23``.
 
     Raises:
         DataError: damaged data; names the file, the line or row group, and the column.

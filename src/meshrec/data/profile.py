@@ -255,12 +255,15 @@ _SEPARATED = 0.1
 
 
 def _find_separator(column: Column, texts: Any) -> None:
-    """Set a column's separator and list statistics, if its strings have several values each.
+    """Detect a multi-valued string column, such as "rock|jazz", and set its separator and list statistics.
 
-    At least a tenth of the strings must contain the separator, and there must be at most half as many
-    distinct parts as distinct strings. Sentences contain commas, too, but their parts rarely repeat.
+    The separator is the first of ``|``, ``;`` and ``,`` that at least a tenth of the strings contain, and
+    that splits the strings into at least 2 distinct values, at most half as many as there are distinct
+    strings. The second condition excludes sentences: they contain commas, but their parts rarely repeat.
 
-    The strings are sampled, without null.
+    Args:
+        column: profile of the column, changed in place if a separator is found.
+        texts: a sample of the column's strings, without null.
     """
     texts = _plain_texts(texts)
     if texts is None:

@@ -92,7 +92,7 @@ class ClickSource(Source):
 
     Args:
         num_samples: sample count.
-        num_embeddings: number of different values per feature; without ``drift``, they are table rows.
+        num_embeddings: number of distinct values per feature. Without ``drift``, the values are table rows.
         ids_per_feature: IDs per bag.
         num_dense: dense columns, with standard normal values.
         exponent: Zipf exponent for ID frequencies.
@@ -100,7 +100,8 @@ class ClickSource(Source):
         teacher: click probability model.
         split: number that distinguishes training, validation and test data. Sources with different numbers
             have different samples.
-        drift: replaces IDs over time; None: no change.
+        drift: maps values to raw IDs that change over time, and raw IDs to model inputs; None: the values
+            are the model inputs.
     """
 
     num_samples: int

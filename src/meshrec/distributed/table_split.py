@@ -229,13 +229,13 @@ class GrowableSplit:
         }
 
     def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function which finds a rectangle's rows in a tensor with all rows in key order.
+        """Return a function that maps a rectangle to its rows' positions in the full table in key order.
 
         Args:
-            counts: number of rows in every key interval, over all ranks.
+            counts: row count per key interval, summed over all ranks.
 
         Returns:
-            Function from a rectangle to the interval [first, end) of positions.
+            Function from a rectangle (a table shard) to its position interval [first, end).
         """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]

@@ -34,12 +34,12 @@ _owned: dict[Path, _OwnedScratch] = {}
 
 
 def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = None) -> Path:
-    """Create a private folder ``KIND-TOKEN`` (mode 0700), and remove such folders left by killed processes.
+    """Create a private folder ``{kind}-{token}`` (mode 0700), and remove abandoned folders of this kind.
 
-    A process killed by SIGKILL cannot clean up. Therefore the folder contains a mark, a file as a proof that
-    MeshRec created the folder (see ``marks.py``). The mark stays locked until this process and
-    all processes forked from it have ended. A folder with an unlocked mark was left behind, so the next call
-    with the same kind and parent removes it. Folders without a valid mark, and folders of another kind, stay.
+    A folder is abandoned if its process was killed before it could clean up. To detect this, every scratch
+    folder contains a mark: a file that proves that MeshRec created the folder (see ``marks.py``). This
+    process and its forks keep the mark locked until all of them have ended. A call removes the folders in
+    ``parent`` that have the same kind and a valid, unlocked mark, and no other folders.
 
     Args:
         kind: prefix of the folder name.
@@ -103,8 +103,7 @@ def join_scratch(folder: Path) -> None:
     # The folder has no mark if a launcher or another version created it.
     with suppress(OSError):
         for path in folder.glob(f"{PREFIX}*"):
-            # The descriptor stays open, and so does the lock, until the process ends. in
-            # folder.glob(f"{PREFIX}*"):
+            # The descriptor stays open, and so does the lock, until the process ends.
             fcntl.flock(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), fcntl.LOCK_SH)
 
 

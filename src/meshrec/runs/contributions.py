@@ -55,11 +55,12 @@ def contributions(
     Args:
         run: a run trained on a table with features.
         data: rows to explain: a table, or paths of files.
-        background: rows to compare with, as a table or paths; None: the run's training data.
+        background: rows to compare with, as a table or paths; None: the run's training data. Only the first
+            10,000 rows are used.
         num_orders: number of random column orders per row, m. The error falls with 1 / sqrt(m).
         seed: seed for the random orders and background rows.
-        step, last: which weights to use if not the reported ones; see
-            ``meshrec.checkpoint.find_checkpoint``.
+        step: checkpoint step to load; None: the run's reported weights, the best on validation data.
+        last: whether to load the last checkpoint instead; see ``meshrec.checkpoint.find_checkpoint``.
         tell: called at most once, with a message with the estimated duration if it exceeds ten seconds.
 
     Returns:

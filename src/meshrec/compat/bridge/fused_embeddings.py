@@ -48,7 +48,10 @@ class _Fused:
         Args:
             optimizer_type: optimizer class.
             optimizer_kwargs: optimizer arguments.
-            location: memory kind: None, DEVICE or HOST.
+            location: None, DEVICE or HOST. Only checked: the tables stay on the device they are on.
+
+        Raises:
+            ValueError: the optimizer cannot be fused, or the location is not supported.
         """
         if location is not None and getattr(location, "name", location) not in _LOCATIONS:
             raise ValueError(
@@ -81,7 +84,8 @@ class FusedEmbeddingBagCollection(_Fused, embeddings.EmbeddingBagCollection):
         optimizer_kwargs: optimizer arguments.
         is_weighted: whether per-sample weights scale the rows.
         device: device for the parameters; not ``meta``.
-        location: None, DEVICE or HOST.
+        location: None, DEVICE or HOST. Accepted as in TorchRec, but without effect: the tables are on
+            ``device``.
 
     Raises:
         ValueError: the optimizer cannot be fused, or the location is not supported.

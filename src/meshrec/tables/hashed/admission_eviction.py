@@ -252,15 +252,18 @@ class AdmissionEviction:
     def _select_evictions(
         self, totals: Mapping[int, int], changes: Mapping[int, RowChanges], clocks: Mapping[int, Clock]
     ) -> dict[int, RowChanges]:
-        """Select victims in the tables that would exceed their row limits. Collective.
+        """Select victims in overfull tables, which would exceed their row limit after this update.
+
+        Collective.
 
         Args:
-            totals: number of rows after the update over all ranks, by number of an overfull table.
-            changes: changes selected so far, by rectangle number.
-            clocks: update time by table number.
+            totals: by table number, for overfull tables only: rows on all ranks after the update.
+            changes: by rectangle number: changes selected so far, in all tables.
+            clocks: by table number: time of the update.
 
         Returns:
-            The changes with these victims added, by rectangle number, for the overfull tables' rectangles.
+            By rectangle number, for rectangles in overfull tables only: the changes with the new victims
+            added.
 
         Raises:
             ValueError: see ``prepare``.

@@ -551,7 +551,7 @@ def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
 
     Args:
         keys: int64 [N].
-        max_rows: number of buckets, below 2^31.
+        max_rows: row limit of the table, which is also its number of key buckets; below 2^31.
     """
     # A 96-bit product in two halves, because int64 would overflow.
     upper, lower = (keys >> 32) + (1 << 31), keys & ((1 << 32) - 1)
