@@ -543,9 +543,10 @@ def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> N
 
 
 def _has_failed(work: Any) -> bool:
-    """Return whether an error in ``work.wait`` means that the collective itself has failed.
+    """Return whether the collective itself has failed, after ``work.wait`` has raised an error.
 
-    On a host link, the computation of the result from the messages may also have raised the error.
+    Otherwise the error is local to this rank, for example out of memory, or an error raised by the ``reader``
+    of ``Reading.wait``. Only work on a host link raises local errors.
     """
     return not isinstance(work, Reading) or bool(work.link.failure)
 

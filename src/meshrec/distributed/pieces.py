@@ -108,10 +108,11 @@ def first_rows(routing: Routing, rank: int) -> list[int]:
 
 
 def part_order(routing: Routing, rank: int) -> list[int]:
-    """Return the position of each lookup's table part among the table's parts in row order.
+    """Return the index of each lookup's row range among the row ranges of its table, sorted by first row.
 
-    The result is in the order of ``rank_spans``. With two row-wise shards, it is [0] on the rank with the
-    first rows, and [1] on the other rank.
+    For example, a lookup in a table with two row-wise shards has index 0 on the rank with the first rows, and
+    index 1 on the other rank. Column shards of the same rows have the same index. Lookups are in the order of
+    ``rank_spans``.
 
     Args:
         routing: the compiled plan.

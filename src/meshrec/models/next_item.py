@@ -153,11 +153,12 @@ class NegativeSampler(nn.Module):
     def forward(self, targets_T: Tensor) -> Negatives:
         """Draw the negatives for a training step, and advance the step number.
 
-        If negatives are drawn "in_batch", the call is collective after the trainer has called
-        ``samples.join``.
+        If negatives are drawn "in_batch", they come from the targets on all ranks, and the call is
+        collective. Before the trainer calls ``samples.join``, they come from this rank's targets only, and
+        the call is not collective.
 
         Args:
-            targets_T: Target IDs on this rank, from which "in_batch" draws. Other draws ignore them.
+            targets_T: Target IDs on this rank. Ignored unless negatives are drawn "in_batch".
         """
         num_draws, num_items = self._softmax.num_negatives, len(self.catalogue_I)
         device = targets_T.device

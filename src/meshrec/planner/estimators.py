@@ -453,15 +453,14 @@ class CostModel:
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
     def _add_node_work(self, loads: Floats, ids: Floats, fetched: Floats, columns: Floats) -> None:
-        """Add to `loads` [N, NUM_PHASES], in place, the work which only ``across_nodes="rows"`` needs.
+        """Increase `loads` by the time for work that is needed only with ``across_nodes="rows"``.
 
-        An owner is a rank which holds a rectangle. For every owner, each other node has a rank which acts as
-        the owner's representative. The representative removes duplicate IDs, pools bags from the fetched
-        rows, and sums row gradients before they are sent. Nodes are assumed to have equal loads, so this work
-        is counted on the owner.
+        In every other node, a representative of the rectangle's rank removes duplicate IDs, pools the fetched
+        rows, and sums row gradients before sending them. All nodes are assumed to have equal loads, so the
+        time of the representatives is simply added to the rectangle's own load.
 
         Args:
-            loads: seconds per rectangle and phase.
+            loads: seconds per rectangle and phase, [N, NUM_PHASES]; changed in place.
             ids: lookups per rectangle.
             fetched: result of `_fetched`.
             columns: columns per rectangle.

@@ -374,7 +374,12 @@ class Integer(IdFeature):
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:
-        """Return the integer, which is the table row. Raises ValueError for an integer outside the table."""
+        """Return the table row of an ID: the ID itself, or ``missing`` for None.
+
+        Raises:
+            ValueError: the ID is not in ``[0, num_embeddings)``, or it is None and ``missing`` is not
+                set; or as for `IdFeature.row_of`.
+        """
         row = IdFeature.row_of(self, value)
         if row < 0:
             raise ValueError(f"feature {self.name!r}: {value!r} lies outside [0, {self.num_embeddings}).")

@@ -206,12 +206,13 @@ def list_entries(
 ):
     """Write the entries of this program's bags: row, gradient position, factor and table per ID.
 
-    Entries are arranged in rounds, because several features may read the same ID. A round has an entry for
-    every ID of the batch. In the round of this program's lookup, ID ``i`` gets entry ``i``.
+    If several features read the same key, each feature needs its own entries for the key's IDs. So every
+    output array is divided into rounds of N entries, and these features are in different rounds. The ID
+    at index ``i`` in ``ids`` gets the entry at index ``round * N + i``.
 
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round of every lookup. Features that read the same key are in different rounds.
+        rounds: round number per lookup.
         num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
