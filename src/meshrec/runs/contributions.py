@@ -59,7 +59,7 @@ def contributions(
             10,000 rows are used.
         num_orders: number of random column orders per row, m. The error falls with 1 / sqrt(m).
         seed: seed for the random orders and background rows.
-        step: checkpoint step to load; None: the run's reported weights, the best on validation data.
+        step: checkpoint step to load; None: the run's reported weights.
         last: whether to load the last checkpoint instead; see ``meshrec.checkpoint.find_checkpoint``.
         tell: called at most once, with a message with the estimated duration if it exceeds ten seconds.
 

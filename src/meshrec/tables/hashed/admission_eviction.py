@@ -258,7 +258,7 @@ class AdmissionEviction:
 
         Args:
             totals: by table number, for overfull tables only: rows on all ranks after the update.
-            changes: by rectangle number: changes selected so far, in all tables.
+            changes: by rectangle number: changes selected so far, in all tables of this update.
             clocks: by table number: time of the update.
 
         Returns:
