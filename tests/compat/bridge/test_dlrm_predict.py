@@ -15,7 +15,7 @@ from meshrec.compat.bridge.dlrm_predict import (
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings(r"ignore:.torch.jit.\w+. is deprecated")
 @pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")
 def test_a_dlrm_for_inference_is_torchscript():
     batch = create_training_batch(SimpleNamespace(batch_size=3, num_embedding_features=26))
