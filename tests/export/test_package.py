@@ -9,6 +9,7 @@ import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
 from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
+from meshrec.export.package import compile_program
 from meshrec.export.weights import Weights
 from meshrec.models import DLRM
 from meshrec.train.losses import SquaredError
@@ -373,3 +374,10 @@ def test_packages_that_change_places_meanwhile_are_never_mixed(uncompiled, tmp_p
     with pytest.raises(PackageError, match="was replaced"):
         read_while(move)
     assert Predictor(place, verify=False).about == {"step": 8}
+
+
+def test_torch_that_compiles_wrongly_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    why_not = compile_program(None, tmp_path / "program.pt2")
+    assert "2.10.0+cpu" in why_not
+    assert not list(tmp_path.iterdir())

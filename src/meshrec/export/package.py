@@ -246,6 +246,9 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
     Returns:
         None if the program was compiled, otherwise the reason why that is not possible here.
     """
+    # Programs that torch 2.10 compiles pass wrong tensors to custom operators. 2.13 and 2.15 are tested.
+    if torch.__version__.startswith("2.10."):
+        return f"torch {torch.__version__} compiles custom operators wrongly; install torch 2.13 or later"
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not installed; set CXX"
