@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -71,7 +72,10 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
                 f"{path} contains pickles, which are never loaded: {pickles[0]}. Export the model again."
             )
         # Only after this check, because torch.export.load unpickles such entries.
-        return torch.export.load(path)
+        with warnings.catch_warnings():
+            # torch 2.10 warns that it maps constants without write access.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return torch.export.load(path)
     except PackageError:
         raise
     except Exception as error:
