@@ -52,7 +52,7 @@ def compiled(uncompiled, made_once):
     return made_once("hashed", make)
 
 
-@pytest.mark.parametrize("seed", range(2 + 4 * (int(os.environ.get("MESHREC_DRAWS", "1")) > 1)))
+@pytest.mark.parametrize("seed", range(6 if "MESHREC_THOROUGH" in os.environ else 2))
 def test_packages_give_the_bits_of_evaluation(seed, tmp_path):
     model = made.drawn_model(seed)
     seen = made.trained(model, seed)

@@ -1,6 +1,6 @@
 """What servers follow stays right where training is killed, goes on from before, and goes on otherwise.
 
-``MESHREC_DRAWS=4`` draws four lives of a run in place of one.
+``MESHREC_THOROUGH`` draws four lives of a run in place of one.
 """
 
 import os
@@ -93,7 +93,7 @@ class Life:
             self.num_compared += 1
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("MESHREC_DRAWS", "1"))))
+@pytest.mark.parametrize("seed", range(4 if "MESHREC_THOROUGH" in os.environ else 1))
 def test_a_server_has_the_weights_of_training_whatever_happens_to_it(small, tmp_path, monkeypatch, seed):
     rng = random.Random(seed)
     life = Life(draw(small, rng), RunFolder(tmp_path), rng)
