@@ -101,6 +101,15 @@ def test_last_ids():
     assert last_ids(JaggedTensor(none[:0], lengths=none)).tolist() == [NO_ITEM, NO_ITEM]
 
 
+def test_queries_that_require_gradients_are_ranked():
+    items = torch.randn(9, 2, generator=torch.Generator().manual_seed(0))
+    query = items[:1].clone().requires_grad_()
+    plain = evaluate_targets(query.detach(), items[:1], torch.tensor([0]), chunks(items, 4))
+    found = evaluate_targets(query, items[:1], torch.tensor([0]), chunks(items, 4))
+    assert torch.equal(found, plain)
+    assert not found.requires_grad
+
+
 @pytest.mark.parametrize("size", [3, 40])
 def test_top_items_are_those_of_a_full_sort(size):
     torch.manual_seed(0)

@@ -280,6 +280,7 @@ def sampled_softmax(
     return nn.functional.cross_entropy(torch.cat(logits, dim=1), torch.zeros_like(target_T), reduction="none")
 
 
+@torch.no_grad()
 def evaluate_targets(
     query_BD: Tensor,
     target_BD: Tensor,
