@@ -72,7 +72,7 @@ def notebook(script: Path) -> str:
 
 
 def run(script: Path, folder: Path) -> None:
-    """Run the notebook of a script in a new kernel and write it and its page; raise what a cell raises."""
+    """Run the notebook of a script in a new kernel and write it and its page; a cell's error is raised."""
     import nbclient
     import nbformat
 

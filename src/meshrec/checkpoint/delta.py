@@ -304,7 +304,7 @@ def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
     Returns:
         The distinct IDs, int64 [U], ascending, and their full rows [U, dim].
     """
-    # The empty tensor keeps the dtype if there are no pieces.
+    # The empty tensor keeps the dtype if ``pieces`` is empty.
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
     whole = torch.empty(len(ids), dim, dtype=dtype)

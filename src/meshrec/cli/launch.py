@@ -213,7 +213,7 @@ def _store(options: StoreOptions) -> int:
     store = host_store(options.address, options.port)
     print(f"the store listens at {options.address}:{store.port}", flush=True)
     try:
-        # The store works in threads of its own.
+        # The store works in its own threads.
         threading.Event().wait()
     except KeyboardInterrupt:
         return 0

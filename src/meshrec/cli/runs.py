@@ -234,7 +234,7 @@ def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, st
         return text, ""
     change = figure.value - first.value
     text = f"{text} ({change:+,.4g})"
-    # Without a direction, such as for steps, there is no verdict.
+    # A figure without a direction, such as steps, is neither better nor worse.
     if not change or not figure.better:
         return text, ""
     return text, "better" if (change > 0) == (figure.better > 0) else "worse"

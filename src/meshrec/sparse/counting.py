@@ -16,7 +16,7 @@ def count_per_key(kjt: KeyedBags) -> list[int]:
     Raises:
         ValueError: The lengths do not sum to the value count.
     """
-    # Without keys there are no boundaries to read.
+    # Without keys, the offsets have nothing to read.
     if not kjt.keys():
         return []
     if torch.compiler.is_compiling():

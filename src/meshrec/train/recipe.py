@@ -324,7 +324,7 @@ class Training:
     """Stop after this many evaluations without a better AUC, and keep the best weights."""
     chance_patience: int | None = None
     """Stop after this many evaluations without a significantly lower validation loss (in a paired test over
-    samples), and keep the best weights. If not set, there is no such test.
+    samples), and keep the best weights. If not set, the test is not made.
     """
     accumulate: int = 1
     """Number of batches whose gradients are added up for an update (a step)."""

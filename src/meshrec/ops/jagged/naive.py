@@ -206,7 +206,7 @@ def _permute_backward(
     )
 
     def _scatter(grad: Tensor | None, shape: torch.Size | None, needed: bool) -> Tensor | None:
-        """Return the gradient of an input with this shape; None if there is no gradient or none is needed."""
+        """Return the gradient of an input with this shape; None if it is missing or not needed."""
         if grad is None or shape is None or not needed:
             return None
         # A repeated key receives the sum of the gradients of all copies.
