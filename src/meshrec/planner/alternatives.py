@@ -65,6 +65,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         # The state holds the plan without this table, to search for the table's cheapest placement.
         state.load_RK = load_RK - only_table.load_RF @ problem.merge_FK
         state.bytes_R = estimate.bytes_R - only_table.bytes_R
+        # Must follow the assignments: it recomputes the powers which the state caches for `load_RK`.
         state.set_exponent(_EXPONENT)
         table_unmerged = only_table.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
         remaining = float(unmerged - table_unmerged)
@@ -104,6 +105,8 @@ class _Latency:
         Args:
             replicated: True if the added table is data-parallel, False if it is sharded.
         """
+        # The latency of the row statistics all-reduce is left out, for the present placement as for all
+        # others.
         usage = UsedCollectives(self._sharded or not replicated, False, self._replicated or replicated)
         return float(self._model.fixed_seconds(usage).sum())
 

@@ -13,6 +13,8 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.state import State
 from meshrec.planner.types import Bools, Floats, Ints
 
+# Bytes per rank in problems whose loads are bytes. The search minimizes memory there, so no placement may
+# fail for lack of it.
 _NO_CAP = 1e30
 # Piece sizes to try for memory-balanced plans, as fractions of the memory cap, and the allowed factor over a
 # table's minimum memory. Small pieces fill ranks evenly; large pieces need less memory in total.
@@ -158,7 +160,7 @@ def most_even_plan(
         seconds: `State.seconds` is the fullest rank's bytes.
     """
     deadline = time.perf_counter() + seconds
-    # The same problem with bytes in instead of seconds, as the only phase, to minimize memory.
+    # The same problem with bytes instead of seconds, as the only phase, to minimize memory.
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
         common_cost_C=problem.common_bytes_C,

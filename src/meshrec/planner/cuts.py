@@ -197,6 +197,7 @@ def _max_rounding_loss(total: Floats, count: Floats, fraction_Q: Floats, slope_Q
     return np.asarray(np.maximum(np.minimum(total, falling), falling - fraction_Q * slope_Q))
 
 
+# Fraction of a type's tables above which the relaxation uses a candidate. Solvers return tiny values for 0.
 _USED = 1e-9
 # Minimum cut violation worth adding, relative to the objective.
 _LEAST_EXCESS = 1e-4
@@ -247,6 +248,8 @@ class LargestPieces:
                 rows.append(np.flatnonzero(value_C))
                 values.append(value_C[rows[-1]])
             cuts += [
+                # In the form of `Cut`: sum(value * x) - T <= -lower, so the excess of the pieces in use is at
+                # most T - lower.
                 Cut(
                     phase,
                     float(lower),

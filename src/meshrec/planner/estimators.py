@@ -141,6 +141,8 @@ class CostModel:
         table = np.asarray(table_N)
         columns = np.asarray(columns_N, np.float64)
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        # IDs that arrive here from all ranks of the shard group. Hot rows are assumed to be spread evenly
+        # over the rows, so a rectangle gets the same fraction of the IDs as of the rows.
         ids = a.ids_T[table] * self.num_ranks * share
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
@@ -193,6 +195,7 @@ class CostModel:
             summed = distinct * columns * VALUE_BYTES / p.stream_bandwidth
             statistics += summed
             again = 2 * summed
+        # A rectangle with all columns of its rows knows the whole row gradient, and needs no exchange.
         loads[:, _ROW_STATS] = np.where(is_split, statistics, 0.0)
         loads[:, _UPDATE] += np.where(is_split, again + distinct * p.update_id_seconds, 0.0)
         return self._without_backward(table, loads)
@@ -319,6 +322,8 @@ class CostModel:
         # All-reduce of the whole table's gradient.
         dense = 2 * (world - 1) / world * summed / self._routes.all_ranks.all_reduce
         sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._routes.all_ranks)
+        # A small table touched in most rows is cheaper as a dense all-reduce, a large one as a gather of the
+        # touched rows.
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
         return self._without_backward(table, loads)
 

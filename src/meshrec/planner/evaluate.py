@@ -123,7 +123,10 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     in_node_N = _summed_in_node(placements, model)
     part_NF = model.rectangle_loads(table_N, rows_N, columns_N, in_node_N)
     load_RF = np.zeros((model.num_ranks, NUM_PHASES))
+    # A rank may hold several rectangles, of which `load_RF[rank_N] += part_NF` would count only one.
     np.add.at(load_RF, rank_N, part_NF)
+    # Must precede the loads of data-parallel tables: these exchange no IDs or embeddings, so half duplex does
+    # not slow them down.
     load_RF += model.shared_loads(load_RF.mean(axis=0))
     bytes_R = np.zeros(model.num_ranks)
     np.add.at(bytes_R, rank_N, model.rectangle_bytes(table_N, rows_N, columns_N))
@@ -236,6 +239,7 @@ def whole_row_placements(
             order = np.argsort(placement.rank_N[chunk], kind="stable")
             cuts = _row_cuts(table.num_embeddings, placement.amount_N[chunk][order])
             for rank, start, end in zip(placement.rank_N[chunk][order], cuts[:-1], cuts[1:], strict=True):
+                # Only a table with fewer rows than parts has empty parts.
                 if end > start:
                     rectangles.append((index, int(start), int(end), column, column + width, int(rank)))
             column += width
@@ -273,6 +277,7 @@ def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> S
 
 
 _OF_ONE_RECTANGLE = [kind for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+# Table-wise comes first: it is the name for a single rectangle unless the constraints forbid it.
 _OF_ONE_RECTANGLE.sort(key=lambda kind: kind is not ShardingType.TABLE_WISE)
 
 

@@ -152,6 +152,7 @@ class HardwareProfile:
         optional = {
             name for name, attribute in cls.__dataclass_fields__.items() if attribute.default is not MISSING
         }
+        # `sources` is named here because a field with a default factory has no `default`.
         unknown, missing = set(values) - fields, fields - set(values) - optional - {"sources"}
         if unknown or missing:
             raise ValueError(

@@ -14,6 +14,8 @@ from meshrec.planner.search import Effort
 from meshrec.planner.solver import CollectiveSet, Solution, solve
 from meshrec.planner.types import ParameterConstraints, Placements, Table, Topology
 
+# 5e8 units of work take about 5 s, so usually the work limit ends the search, not the time limit. A plan that
+# the time limit ended would depend on the machine's speed.
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
 # Maximum number of searches with a lower memory cap, if rounding to whole rows exceeds the actual cap.
 _MOST_RETRIES = 4
@@ -141,6 +143,8 @@ def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
     """
     num_types = len(np.unique(problem.type_C))
     sets: dict[bytes, CollectiveSet] = {}
+    # Fields: sharded, row_stats, data_parallel. Row statistics are needed only by sharded tables, so the sets
+    # (False, True, ...) are left out.
     for allowed in (
         UsedCollectives(True, True, True),
         UsedCollectives(True, False, True),
@@ -155,6 +159,7 @@ def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
             allowed_C &= problem.sharded_C
         if not allowed.sharded:
             allowed_C &= ~problem.sharded_C
+        # A set without a candidate for some table type contains no complete plan.
         if len(np.unique(problem.type_C[allowed_C])) == num_types:
             # The candidates may use fewer collectives than are allowed.
             used = UsedCollectives(
@@ -163,6 +168,7 @@ def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
                 data_parallel=bool((~problem.sharded_C[allowed_C]).any()),
             )
             collectives = CollectiveSet(allowed_C, float(model.fixed_seconds(used).sum()))
+            # Sets with the same candidates would repeat the same search.
             sets.setdefault(allowed_C.tobytes(), collectives)
     return list(sets.values())
 

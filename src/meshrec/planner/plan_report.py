@@ -239,6 +239,7 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
         new: plan with its inputs.
     """
     moves = []
+    # Tables are removed from it below; the tables which remain are only in the old plan.
     before = {(path, name): sharding for path, name, sharding in old.tables()}
     for table in new.required_inputs().tables:
         key = (table.module_path, table.local_name)

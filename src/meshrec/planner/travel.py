@@ -85,6 +85,7 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
     profile = topology.profile
     multi_node = topology.world_size > topology.local_size
     crosses_nodes = num_ranks >= topology.local_size and multi_node
+    # A rank keeps 1 / num_ranks of an all-to-all for itself, so these two fractions do not sum to 1.
     same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
     outer = profile.inter if num_ranks > node_size else profile.intra
     return GroupRoutes(

@@ -472,6 +472,7 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
         queries: query of every sample, [B].
         weights: sample weights [B]; None: all weights are 1.
     """
+    # Masks of all pairs in the batch take B * B bytes: 16 MiB for 4096 samples.
     better = (labels[:, None] > labels[None]) & (queries[:, None] == queries[None])
     first, second = better.nonzero(as_tuple=True)
     losses = nn.functional.softplus(scores[second] - scores[first])
@@ -505,5 +506,6 @@ def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
     logs = shifted - total.log()[of_query]
     # Weights scale the numerator only, so that a query with weight w counts w times as much.
     gains = labels if weights is None else labels * weights
+    # A query without any relevance has gains of 0. The clamp makes its loss 0 instead of NaN.
     shares = gains / scores.new_zeros(num).index_add(0, of_query, labels).clamp(min=1e-12)[of_query]
     return -(shares * logs).sum()

@@ -52,6 +52,7 @@ class Ranks:
         """Return the elementwise sum of values over all ranks. Collective."""
         if self.control is None:
             return [float(value) for value in values]
+        # float64 is exact for sample counts up to 2**53.
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.control)
         return [float(value) for value in total]

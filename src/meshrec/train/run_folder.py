@@ -49,6 +49,8 @@ _JSON = r"(?:config|plan|summary|state|features|launch)\.json"
 _RECIPE_FIELDS = {"name", "data", "model"}
 """Recipe fields in ``config.json`` that every release has written."""
 FILES = re.compile(
+    # Names that end in 16 hex digits are temporary files of `write_durably`, which a crash may leave. A file
+    # named ".seen-" tests whether several hosts share the folder; see runs/host_folder.py.
     rf"{_JSON}|(?:metrics|phases|phases_whole)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
     r"|trace_rank\d+\.json\.gz|(?:error|log)_rank\d+\.txt|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
     rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole)\.jsonl)\.[0-9a-f]{{16}}"
@@ -190,6 +192,7 @@ class RunFolder:
         If the state is "running", but the run's process on this machine does not exist any more, return
         "failed".
         """
+        # A killed process cannot write "failed", so "running" is checked against the process list.
         saved = self.read_json(STATE)
         if saved is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
@@ -476,6 +479,8 @@ def replace_nonfinite(value: Any) -> Any:
 def _is_alive(pid: int) -> bool:
     """Return whether a process exists on this machine."""
     try:
+        # Signal 0 checks only for existence. If the system has reused the process ID, a lost run counts as
+        # running.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

@@ -210,6 +210,8 @@ class CheckpointSaver:
             save: function that saves a state, called with step and state.
         """
         try:
+            # A background save has only started when this returns. If it fails later, `wait` or the next save
+            # raises, and `_record_failure` resets `_saved`.
             save(self._progress.step, self.state)
             self._saved = self._progress.step
             if self._mirror is not None:

@@ -99,6 +99,8 @@ class TrainStep:
             steps = number == num_batches - 1
             batch = self._next_batch(batches)
             with self._update.backward(steps=steps, late=ahead is not None):
+                # Before `forget`: the message about a failure in the previous batch needs the recorded
+                # outputs.
                 self._read_flag()
                 self._watch.forget()
                 with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():

@@ -85,6 +85,7 @@ class Steps:
         self._rates.set(step)
         # With `training.accumulate`, a step has several batches, whose gradients are added up.
         with self.phases.recording(step):
+            # The last step of an epoch may have fewer batches than `training.accumulate`.
             outputs = self.step(batches, -(-num_samples // self._batch_size), num_samples)
         lines.add(outputs)
         if self.step.failure is not None and self.first_failure is None:
@@ -151,6 +152,7 @@ class PhaseTimes:
         with record_phases(device=self._ranks.device, overlap=offset == 0) as seconds:
             yield
         rank = self._ranks.rank
+        # The offset is also the index: 0 for the overlapped step, and 1 for the step after it, which waits.
         self._times[offset].extend(PhaseTime(name, rank, value, step + 1) for name, value in seconds.items())
 
     def write(self) -> None:
@@ -229,6 +231,7 @@ class MetricLines:
     def take(self) -> dict[str, Any]:
         """Return a metrics line for the steps since the last line, and start the next line. Collective."""
         progress, built = self.progress, self._built
+        # Memory is the sum of the ranks' peaks, although ranks may reach their peaks at different times.
         num_samples, memory, cpu = self._ranks.sum([self._num_unreported, *memory_and_cpu()])
         progress.num_samples += int(num_samples)
         self._num_unreported = 0

@@ -90,7 +90,10 @@ class StopRequest:
         """
         if ranks.control is None:
             return Agreement(self.signal is not None, failed)
+        # `_pending` holds a single exchange, so the previous step's must be read before the next one starts.
         agreement = self.finish()
+        # The sum over ranks is above 0 if any rank has set the flag. CPU tensors, because `control` is a gloo
+        # group.
         flags = torch.tensor([float(self.signal is not None), float(failed)])
         self._pending = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
         if at_once:

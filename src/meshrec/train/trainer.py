@@ -161,6 +161,7 @@ class Trainer:
                 self.evaluator.favor_current()
             while not self._is_over():
                 self._train_epoch()
+        # The flags of a step are read in the next step, so those of the last step are still unread.
         if self._stop.finish().failed:
             self._raise_first_failure()
         self._log_remaining()
@@ -218,6 +219,7 @@ class Trainer:
         train = self.dataset.train
         if training.balance and ranks.size > 1:
             train = balanced_reader(self.dataset, self.recipe.model.attention_width)
+        # The division is exact: `Recipe.check` rejects batch sizes that the ranks cannot share equally.
         reader = train.batches(
             training.batch_size // ranks.size,
             position=self.progress.position,
@@ -284,6 +286,7 @@ class Trainer:
             self.saver.publish()
         if evaluates:
             self._evaluate()
+        # A profiled step thus includes its logging and evaluation, but not its checkpoint.
         self._steps.end_step()
         if saves:
             self._checkpoint()

@@ -355,6 +355,8 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
             worth = quality(dict(event.line))
             if worth is not None:
                 best.append(worth)
+                # The best value so far, because this is also what the finished trial returns. Pruning
+                # compares like with like.
                 trial.report(max(best), len(best))
                 if trial.should_prune():
                     stop.request()

@@ -66,6 +66,7 @@ class WeightsEvaluator:
             LossError: a validation metric is NaN, or the loss is infinite.
             ValueError: all validation sample weights are 0.
         """
+        # Before the evaluation, whose metrics depend on the selected settings.
         self._tune_repeats(step)
         self._validate(step, step, tests=True)
         self.last_step = step

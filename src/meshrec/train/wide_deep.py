@@ -258,6 +258,7 @@ def _fit_initial_values(
         result = fit_boosted(out_of_fold_samples, held_out, model.trees.num_trees, seed=seed)
     # If independent trees are used, the model's part of the logit is halved; see `BoostedModel`.
     linear *= result.share
+    # After the multiplication: the bias of the trees is not a part of the regression's logit.
     linear[-1] += result.bias
     return _InitialValues(linear.float(), scores, result.trees, fit.penalty, result.counts)
 
