@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrec.durable import Created, remove_empty, remove_link, remove_named
+from meshrec.durable import CreatedPath, remove_empty, remove_link, remove_named
 from meshrec.durable.removal import remove_tree
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshrec"
@@ -80,10 +80,10 @@ def test_a_deletion_elsewhere_is_noticed(text):
 
 def test_only_the_file_that_was_created_is_deleted(tmp_path):
     path = tmp_path / "file"
-    descriptor, created = Created.file(path)
+    descriptor, created = CreatedPath.create_file(path)
     os.close(descriptor)
     with pytest.raises(FileExistsError):
-        Created.file(path)
+        CreatedPath.create_file(path)
     path.rename(tmp_path / "moved")
     path.write_text("of the user")
     created.remove()
@@ -96,15 +96,15 @@ def test_only_the_file_that_was_created_is_deleted(tmp_path):
 
 def test_only_folders_that_were_created_are_deleted_and_only_empty(tmp_path):
     (tmp_path / "a").mkdir()
-    created = Created.folders(tmp_path / "a" / "b" / "c")
+    created = CreatedPath.create_folders(tmp_path / "a" / "b" / "c")
     assert [each.path.name for each in created] == ["c", "b"]
     (tmp_path / "a" / "b" / "notes").write_text("")
     for each in created:
         each.remove()
     assert [path.name for path in (tmp_path / "a").rglob("*")] == ["b", "notes"]
-    assert Created.folders(tmp_path / "a") == []
+    assert CreatedPath.create_folders(tmp_path / "a") == []
     with pytest.raises(FileExistsError):
-        Created.folders(tmp_path / "a" / "b" / "notes")
+        CreatedPath.create_folders(tmp_path / "a" / "b" / "notes")
 
 
 def test_links_are_deleted_and_not_followed(tmp_path):
@@ -152,7 +152,7 @@ def test_folder_of_a_tree_swapped_for_a_link_is_not_followed(tmp_path, monkeypat
             swapped.symlink_to(golden)
         return listdir(folder)
 
-    created = Created.at(run)
+    created = CreatedPath.at(run)
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", swap)
         created.remove_tree()

@@ -3,7 +3,16 @@ import json
 import pytest
 
 from meshrec.durable import DamageError, sealed, unsealed
-from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
+from meshrec.durable.sealed import (
+    check_fields,
+    check_integer,
+    check_integers,
+    check_list,
+    check_names,
+    check_object,
+    check_string,
+    parse_json,
+)
 
 SAID = {"a": 1, "b": [0.1, None, "é"], "c": {"z": 1, "y": -2}}
 
@@ -11,7 +20,7 @@ SAID = {"a": 1, "b": [0.1, None, "é"], "c": {"z": 1, "y": -2}}
 def test_there_and_back():
     assert unsealed(sealed(SAID), "it", required=True) == SAID
     assert unsealed(json.dumps(SAID).encode(), "it", required=False) == SAID
-    assert parse(b'["\\ud83d\\ude00 \\ud7ff"]', "it") == ["\U0001f600 \ud7ff"]
+    assert parse_json(b'["\\ud83d\\ude00 \\ud7ff"]', "it") == ["\U0001f600 \ud7ff"]
     reordered = dict(reversed(json.loads(sealed(SAID)).items()))
     assert unsealed(json.dumps(reordered).encode(), "it", required=True) == SAID
 
@@ -50,21 +59,21 @@ def test_what_is_none_is_told(content, reason):
 @pytest.mark.parametrize(
     "check",
     [
-        lambda: integer(True, "x"),
-        lambda: integer(1.0, "x"),
-        lambda: integer(-1, "x"),
-        lambda: integer(1 << 63, "x"),
-        lambda: integer(5, "x", 0, 4),
-        lambda: text(1, "x"),
-        lambda: text("c", "x", allowed=["a", "b"]),
-        lambda: items("ab", "x"),
-        lambda: items([1], "x", 2),
-        lambda: texts(["a", "a"], "x"),
-        lambda: integers([1, -1], "x"),
-        lambda: fields({"a": 1}, "x", ["a", "b"]),
-        lambda: fields({"a": 1, "c": 1}, "x", ["a"], ["b"]),
-        lambda: fields([], "x", []),
-        lambda: mapping([], "x"),
+        lambda: check_integer(True, "x"),
+        lambda: check_integer(1.0, "x"),
+        lambda: check_integer(-1, "x"),
+        lambda: check_integer(1 << 63, "x"),
+        lambda: check_integer(5, "x", 0, 4),
+        lambda: check_string(1, "x"),
+        lambda: check_string("c", "x", allowed=["a", "b"]),
+        lambda: check_list("ab", "x"),
+        lambda: check_list([1], "x", 2),
+        lambda: check_names(["a", "a"], "x"),
+        lambda: check_integers([1, -1], "x"),
+        lambda: check_fields({"a": 1}, "x", ["a", "b"]),
+        lambda: check_fields({"a": 1, "c": 1}, "x", ["a"], ["b"]),
+        lambda: check_fields([], "x", []),
+        lambda: check_object([], "x"),
     ],
 )
 def test_other_kinds_are_damage(check):
@@ -73,9 +82,13 @@ def test_other_kinds_are_damage(check):
 
 
 def test_what_is_right_is_given():
-    assert integer(4, "x", 4, 4) == 4
-    assert text("a", "x", allowed=["a"]) == "a"
-    assert (items([1], "x", 1), texts(["a"], "x"), integers([1, 2], "x")) == ([1], ["a"], (1, 2))
-    assert fields({"a": 1, "b": 2}, "x", ["a"], ["b"]) == {"a": 1, "b": 2}
-    assert mapping({}, "x") == {}
-    assert parse(b"[NaN]", "x")
+    assert check_integer(4, "x", 4, 4) == 4
+    assert check_string("a", "x", allowed=["a"]) == "a"
+    assert (check_list([1], "x", 1), check_names(["a"], "x"), check_integers([1, 2], "x")) == (
+        [1],
+        ["a"],
+        (1, 2),
+    )
+    assert check_fields({"a": 1, "b": 2}, "x", ["a"], ["b"]) == {"a": 1, "b": 2}
+    assert check_object({}, "x") == {}
+    assert parse_json(b"[NaN]", "x")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
 from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece, entry_name, piece_identity
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 
 # Tensor data offset: a multiple of the cache line size, so mapped tensors are aligned for every dtype.
 _ALIGNMENT = 64
@@ -82,7 +82,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
     # shapes.
     head = header(parts)
     # Fails if the file exists: a save never overwrites a file.
-    descriptor, created = Created.file(path)
+    descriptor, created = CreatedPath.create_file(path)
     try:
         writer = FileWriter(descriptor)
         writer.write(head)

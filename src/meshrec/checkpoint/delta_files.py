@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshrec.checkpoint.safetensors import read_whole
 from meshrec.durable import DamageError, read_regular, sealed, unsealed
-from meshrec.durable.sealed import fields, integer, mapping, text, texts
+from meshrec.durable.sealed import check_fields, check_integer, check_names, check_object, check_string
 
 FORMAT = 2
 """Format version of new deltas. Format 1 is still read."""
@@ -140,7 +140,7 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
     """
     # The checksum is verified if there is one. Whether it is required depends on the version.
     values = unsealed(content, "it", required=False)
-    version = integer(values.get("format"), "its format", 1, FORMAT)
+    version = check_integer(values.get("format"), "its format", 1, FORMAT)
     # Format 1 had no checksum. Require it as soon as the version is known.
     if version == FORMAT:
         values = unsealed(content, "it", required=True)
@@ -149,26 +149,28 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
     is_latest = version == FORMAT
     # Unknown fields are refused; see [Note: file format versions] in manifest.py.
     required = [*_FIELDS, "tracked", "whole"] if is_latest else _FIELDS
-    values = fields(values, "it", required, ["gone"] if is_latest else [])
-    integer(values["number"], "its number", number, number)
-    step = integer(values["step"], "its step")
-    sha256 = fields(values["sha256"], "its list of digests", [delta_name(number, kind) for kind in KINDS])
+    values = check_fields(values, "it", required, ["gone"] if is_latest else [])
+    check_integer(values["number"], "its number", number, number)
+    step = check_integer(values["step"], "its step")
+    sha256 = check_fields(
+        values["sha256"], "its list of digests", [delta_name(number, kind) for kind in KINDS]
+    )
     for digest in sha256.values():
         if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
             raise DamageError(f"{digest!r:.80} is not a SHA-256")
-    rows = mapping(values["rows"], "its list of rows")
-    evicted = mapping(values.get("gone", {}), "its list of evicted IDs")
+    rows = check_object(values["rows"], "its list of rows")
+    evicted = check_object(values.get("gone", {}), "its list of evicted IDs")
     record = DeltaRecord(
         number,
-        text(values["run"], "its run"),
-        integer(values["since"], "the step before it", 0, step),
+        check_string(values["run"], "its run"),
+        check_integer(values["since"], "the step before it", 0, step),
         step,
-        {name: integer(num, f"its number of rows of {name!r}") for name, num in rows.items()},
+        {name: check_integer(num, f"its number of rows of {name!r}") for name, num in rows.items()},
         sha256,
-        text(values["previous"], "the digest of the delta before"),
-        texts(values["tracked"], "its list of tables") if version == FORMAT else None,
-        texts(values["whole"], "its list of weights") if version == FORMAT else None,
-        {name: integer(num, f"its number of evicted IDs of {name!r}") for name, num in evicted.items()},
+        check_string(values["previous"], "the digest of the delta before"),
+        check_names(values["tracked"], "its list of tables") if version == FORMAT else None,
+        check_names(values["whole"], "its list of weights") if version == FORMAT else None,
+        {name: check_integer(num, f"its number of evicted IDs of {name!r}") for name, num in evicted.items()},
         hashlib.sha256(content).hexdigest(),
     )
     if record.tracked is not None and not {*record.rows, *record.evicted} <= set(record.tracked):

@@ -46,7 +46,15 @@ from meshrec.checkpoint.blocks import BLOCK_BYTES, grid_of
 from meshrec.checkpoint.coverage import find_tiling_error
 from meshrec.checkpoint.values import decode, encode
 from meshrec.durable import DamageError
-from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text
+from meshrec.durable.sealed import (
+    check_fields,
+    check_integer,
+    check_integers,
+    check_list,
+    check_object,
+    check_string,
+    parse_json,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
@@ -290,7 +298,7 @@ def _parse_manifest(body: bytes) -> Manifest:
         DamageError: the content is invalid.
         CheckpointError: the version is not supported.
     """
-    values = mapping(parse(body, MANIFEST), MANIFEST)
+    values = check_object(parse_json(body, MANIFEST), MANIFEST)
     form, version = values.get("format"), values.get("version")
     # Check the version before the fields, because other versions may have other fields.
     if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
@@ -298,18 +306,21 @@ def _parse_manifest(body: bytes) -> Manifest:
             f"{MANIFEST} is {str(form)[:40]!r} of version {str(version)[:40]!r}, and this release reads "
             f"{FORMAT!r} of versions 1 to {VERSION}. Read it with the release that wrote it."
         )
-    fields(values, MANIFEST, _FIELDS)
+    check_fields(values, MANIFEST, _FIELDS)
     step = values["step"]
     manifest = Manifest(
-        step=None if step is None else integer(step, "the step", -_MAX_INT64 - 1),
-        world_size=integer(values["world_size"], "world_size", 1),
-        files=tuple(_file_from_json(file) for file in items(values["files"], "the list of files")),
+        step=None if step is None else check_integer(step, "the step", -_MAX_INT64 - 1),
+        world_size=check_integer(values["world_size"], "world_size", 1),
+        files=tuple(_file_from_json(file) for file in check_list(values["files"], "the list of files")),
         tensors={
             name: _record_from_json(name, record)
-            for name, record in mapping(values["tensors"], "the list of tensors").items()
+            for name, record in check_object(values["tensors"], "the list of tensors").items()
         },
-        values=mapping(values["values"], "values"),
-        plans={entry: text(plan, "a plan") for entry, plan in mapping(values["plans"], "plans").items()},
+        values=check_object(values["values"], "values"),
+        plans={
+            entry: check_string(plan, "a plan")
+            for entry, plan in check_object(values["plans"], "plans").items()
+        },
         version=version,
     )
     _check_files(manifest)
@@ -387,15 +398,15 @@ def _check_values(manifest: Manifest) -> None:
         of_entry.setdefault(record.entry, set()).add(name)
     for entry, value in manifest.values.items():
         label = f"the entry {entry[:100]!r}"
-        encoded = fields(value, label, ("kind", "content"))
-        text(encoded["kind"], f"the kind of {label}", allowed=KINDS)
+        encoded = check_fields(value, label, ("kind", "content"))
+        check_string(encoded["kind"], f"the kind of {label}", allowed=KINDS)
         named: dict[str, Tensor] = {}
         decoded: dict[str, Tensor] = {}
 
         # The same stand-in for the same name, so that identity shows which name belongs to a position.
         def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
             """Return the placeholder for the tensor ``name``. Repeated calls return the same object."""
-            return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
+            return named.setdefault(check_string(name, "the name of a tensor"), torch.empty(0))
 
         try:
             encode(decode(encoded["content"], tensor), entry, decoded)
@@ -435,13 +446,14 @@ def _record_from_json(name: str, encoded: Any) -> TensorRecord:
         DamageError: the value is invalid.
     """
     label = tensor_label(name)
-    entry, dtype, shape, pieces = items(encoded, label, 4)
+    entry, dtype, shape, pieces = check_list(encoded, label, 4)
     return TensorRecord(
-        text(entry, f"the entry of {label}"),
-        DTYPES[text(dtype, f"the type of {label}", allowed=list(DTYPES))],
+        check_string(entry, f"the entry of {label}"),
+        DTYPES[check_string(dtype, f"the type of {label}", allowed=list(DTYPES))],
         _dims(shape, f"the shape of {label}"),
         tuple(
-            _piece_from_json(piece, len(shape), label) for piece in items(pieces, f"the pieces of {label}")
+            _piece_from_json(piece, len(shape), label)
+            for piece in check_list(pieces, f"the pieces of {label}")
         ),
     )
 
@@ -458,16 +470,16 @@ def _piece_from_json(encoded: Any, num_dims: int, tensor: str) -> StoredPiece:
         DamageError: the value is invalid.
     """
     label = f"a piece of {tensor}"
-    offset, shape, file, start, rows_per_block, checksums = items(encoded, label, 6)
-    written = text(checksums, f"the checksums of {label}")
+    offset, shape, file, start, rows_per_block, checksums = check_list(encoded, label, 6)
+    written = check_string(checksums, f"the checksums of {label}")
     if not _CHECKSUMS.fullmatch(written):
         raise DamageError(f"the checksums of {label} are not hexadecimal")
     return StoredPiece(
-        integers(offset, f"the offset of {label}", num_dims),
-        integers(shape, f"the shape of {label}", num_dims),
-        integer(file, f"the file of {label}"),
-        integer(start, f"the first byte of {label}"),
-        integer(rows_per_block, f"the rows per block of {label}", 1),
+        check_integers(offset, f"the offset of {label}", num_dims),
+        check_integers(shape, f"the shape of {label}", num_dims),
+        check_integer(file, f"the file of {label}"),
+        check_integer(start, f"the first byte of {label}"),
+        check_integer(rows_per_block, f"the rows per block of {label}", 1),
         tuple(int(written[at : at + 8], 16) for at in range(0, len(written), 8)),
     )
 
@@ -478,17 +490,17 @@ def _file_from_json(encoded: Any) -> DataFile:
     Raises:
         DamageError: the value is invalid.
     """
-    name, num_bytes, header_bytes, header_checksum = items(encoded, "a file", 4)
+    name, num_bytes, header_bytes, header_checksum = check_list(encoded, "a file", 4)
     return DataFile(
-        text(name, "the name of a file"),
-        integer(num_bytes, "the size of a file"),
-        integer(header_bytes, "the size of a header"),
-        integer(header_checksum, "the checksum of a header"),
+        check_string(name, "the name of a file"),
+        check_integer(num_bytes, "the size of a file"),
+        check_integer(header_bytes, "the size of a header"),
+        check_integer(header_checksum, "the checksum of a header"),
     )
 
 
 def _dims(encoded: Any, label: str) -> tuple[int, ...]:
     """Parse and validate a tensor shape. ``label`` names the shape in errors."""
-    shape = integers(encoded, label)
-    integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)
+    shape = check_integers(encoded, label)
+    check_integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)
     return shape

@@ -26,7 +26,7 @@ from meshrec.checkpoint.manifest import (
 from meshrec.checkpoint.safetensors import entries_of
 from meshrec.durable import DamageError, open_regular, read_regular
 from meshrec.durable.files import read_into
-from meshrec.durable.sealed import parse
+from meshrec.durable.sealed import parse_json
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
 """Values of ``OSError.errno`` for a missing file. After other errors, the file exists, but cannot be read."""
@@ -186,7 +186,7 @@ def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
         raise DamageError(f"the header of {file.name} does not have {len(head):,} bytes")
-    header = parse(bytes(head[8:]), f"the header of {file.name}")
+    header = parse_json(bytes(head[8:]), f"the header of {file.name}")
     entries = entries_of(header, file.num_bytes - file.header_bytes, file.name)
     for name, record, piece in manifest.contents[number]:
         start = piece.start - file.header_bytes

@@ -13,7 +13,14 @@ from meshrec.checkpoint.blocks import memory_of
 from meshrec.checkpoint.manifest import DTYPES
 from meshrec.durable import DamageError, open_regular
 from meshrec.durable.files import read_into
-from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
+from meshrec.durable.sealed import (
+    check_fields,
+    check_integer,
+    check_integers,
+    check_object,
+    check_string,
+    parse_json,
+)
 
 METADATA = "__metadata__"
 """Header key under which the format stores free text. A tensor must not have this name."""
@@ -101,7 +108,7 @@ def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
 
 def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
     """Parse and validate a file's JSON header; see `entries_of`."""
-    parsed = parse(header, f"{path} is not a safetensors file: its header")
+    parsed = parse_json(header, f"{path} is not a safetensors file: its header")
     return entries_of(parsed, size - 8 - len(header), path)
 
 
@@ -120,15 +127,15 @@ def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
         DamageError: an entry is invalid, or the tensors overlap or leave gaps.
     """
     entries: dict[str, Entry] = {}
-    for name, record in mapping(header, f"{path}: the header").items():
+    for name, record in check_object(header, f"{path}: the header").items():
         if name == METADATA:
             continue
         label = f"{path}: {name!r}"
-        values = fields(record, label, ["dtype", "shape", "data_offsets"])
-        dtype = DTYPES[text(values["dtype"], f"{label} has a type that", allowed=list(DTYPES))]
-        shape = integers(values["shape"], f"the shape of {label}")
-        start, end = integers(values["data_offsets"], f"the place of {label}", 2)
-        integer(len(shape), f"the number of dimensions of {label}", 0, _MAX_DIMS)
+        values = check_fields(record, label, ["dtype", "shape", "data_offsets"])
+        dtype = DTYPES[check_string(values["dtype"], f"{label} has a type that", allowed=list(DTYPES))]
+        shape = check_integers(values["shape"], f"the shape of {label}")
+        start, end = check_integers(values["data_offsets"], f"the place of {label}", 2)
+        check_integer(len(shape), f"the number of dimensions of {label}", 0, _MAX_DIMS)
         if not start <= end <= num_bytes or prod(shape) * dtype.itemsize != end - start:
             raise DamageError(f"{label} has shape {list(shape)} and bytes [{start}, {end}) of {num_bytes}")
         entries[name] = dtype, shape, start, end

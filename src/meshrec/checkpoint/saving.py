@@ -50,7 +50,7 @@ from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.checkpoint.unfinished import filling
 from meshrec.comms.mesh import Axis
-from meshrec.durable import Created, Mark, mark, release, remove_named, write_durably
+from meshrec.durable import CreatedPath, Mark, mark, release, remove_named, write_durably
 from meshrec.tables.streamed import saves_key_ordered
 
 Group = dist.ProcessGroup | None
@@ -387,7 +387,7 @@ class _Save:
         self._collected = Collected()
         self.files = RankFiles(path, secrets.token_hex(4))
         # Folders created by this save, removed by `clean_up` after a failure. Empty except on rank 0.
-        self._created: list[Created] = []
+        self._created: list[CreatedPath] = []
         # Lock on the save's mark, held by rank 0 until the save is complete or has failed.
         self._lock: int | None = None
 
@@ -399,7 +399,7 @@ class _Save:
             self._collected = collected = collect(state, axis.rank)
             if axis.rank == 0:
                 check_target(path)
-                self._created = Created.folders(path)
+                self._created = CreatedPath.create_folders(path)
                 # If the save is killed, the mark identifies the files to remove.
                 self._lock = mark(path, KIND, id=self.files.nonce)[1]
             names = {

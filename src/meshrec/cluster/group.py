@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshrec.cluster.findings import Finding
 from meshrec.comms.host_link import link_or_reason
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 from meshrec.runs.host_folder import ranks_not_seeing
 from meshrec.runs.same_start import versions
 from meshrec.train.ranks import Ranks
@@ -104,7 +104,7 @@ def shared_folder(ranks: Ranks, folder: Path) -> Iterator[Finding]:
     Folders created for the check are removed again.
     """
     # Only rank 0 creates the folder; other ranks must see it.
-    created = Created.folders(folder) if ranks.is_first else []
+    created = CreatedPath.create_folders(folder) if ranks.is_first else []
     blind, error = ranks_not_seeing(folder, ranks)
     for folder_created in created:
         folder_created.remove()

@@ -21,7 +21,7 @@ from meshrec.durable.files import (
     write_durably,
 )
 from meshrec.durable.marks import PREFIX, Mark, mark, marks, release
-from meshrec.durable.removal import Created, is_below, remove_empty, remove_link, remove_named
+from meshrec.durable.removal import CreatedPath, is_below, remove_empty, remove_link, remove_named
 from meshrec.durable.scratch import (
     abandon_scratch,
     durable_folder,
@@ -36,7 +36,7 @@ __all__ = [
     "DIGESTS",
     "FULL",
     "PREFIX",
-    "Created",
+    "CreatedPath",
     "DamageError",
     "FileDigest",
     "Mark",

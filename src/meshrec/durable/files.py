@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from meshrec.durable.removal import Created
+from meshrec.durable.removal import CreatedPath
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Values of ``errno`` for a full disk or an exhausted quota."""
@@ -63,7 +63,7 @@ def durable_file(path: Path, *, token: str | None = None) -> Iterator[BinaryIO]:
     # Without this check, the root user would replace a device such as /dev/null by a file.
     _check_replaceable(path)
     temporary = path.with_name(f".{path.name}.{token or secrets.token_hex(8)}")
-    descriptor, created = Created.file(temporary)
+    descriptor, created = CreatedPath.create_file(temporary)
     try:
         with open(descriptor, "wb") as file:
             yield file

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshrec.durable.files import DamageError, read_into
-from meshrec.durable.removal import Created, remove_named, remove_tree
+from meshrec.durable.removal import CreatedPath, remove_named, remove_tree
 from meshrec.durable.sealed import sealed, unsealed
 
 PREFIX = ".meshrec-"
@@ -76,7 +76,7 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
             descriptor or died.
     """
     new_mark = Mark(folder, id or secrets.token_hex(8), kind)
-    descriptor, created = Created.file(new_mark.path, 0o644)
+    descriptor, created = CreatedPath.create_file(new_mark.path, 0o644)
     try:
         # Without locks in the file system, no process can prove that the mark is unlocked, and the folder is
         # never deleted.

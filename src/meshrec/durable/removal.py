@@ -6,7 +6,7 @@ In run folders, among checkpoints and in TMPDIR, user files lie next to files wr
 name alone does not prove who wrote a file. MeshRec therefore deletes a file or folder only with one of four
 proofs:
 
-1. This process created it. `Created` remembers the inode, and does not delete another file under the same
+1. This process created it. `CreatedPath` remembers the inode, and does not delete another file under the same
    name.
 2. It is a folder with a valid, unlocked mark. A mark (``marks.py``) is a file ``.meshrec-ID`` with a random
    ID, the folder's kind, creator and path, and the inodes of folder and mark. A copy of the folder has a
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Created(NamedTuple):
+class CreatedPath(NamedTuple):
     """Record of a file or folder created by this process, identified by device and inode.
 
     The record proves that MeshRec may delete the file; see [Note: what MeshRec deletes].
@@ -41,13 +41,13 @@ class Created(NamedTuple):
     inode: int
 
     @classmethod
-    def at(cls, path: Path) -> "Created":
+    def at(cls, path: Path) -> "CreatedPath":
         """Return a record for the file or folder which the caller has just created at a path."""
         status = path.lstat()
         return cls(path, status.st_dev, status.st_ino)
 
     @classmethod
-    def file(cls, path: Path, mode: int = 0o666) -> tuple[int, "Created"]:
+    def create_file(cls, path: Path, mode: int = 0o666) -> tuple[int, "CreatedPath"]:
         """Create an empty file.
 
         Args:
@@ -55,7 +55,7 @@ class Created(NamedTuple):
             mode: file permissions, before the umask.
 
         Returns:
-            A file descriptor for reading and writing, and the `Created` record for the file.
+            A file descriptor for reading and writing, and the `CreatedPath` record for the file.
 
         Raises:
             FileExistsError: the path exists, even as a dangling link.
@@ -67,7 +67,7 @@ class Created(NamedTuple):
         return descriptor, cls(path, status.st_dev, status.st_ino)
 
     @classmethod
-    def folders(cls, path: Path) -> list["Created"]:
+    def create_folders(cls, path: Path) -> list["CreatedPath"]:
         """Create a folder and all missing parents.
 
         Returns:
@@ -76,7 +76,7 @@ class Created(NamedTuple):
         Raises:
             FileExistsError: the path exists and is not a folder.
         """
-        created: list[Created] = []
+        created: list[CreatedPath] = []
         # From the root down. Another process may create the same folders at the same time.
         for folder in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):

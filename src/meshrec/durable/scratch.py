@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshrec.durable.files import open_regular, sync_folder
 from meshrec.durable.marks import PREFIX, Mark, mark, marks
-from meshrec.durable.removal import Created
+from meshrec.durable.removal import CreatedPath
 
 
 class _OwnedScratch(NamedTuple):
@@ -62,7 +62,7 @@ def make_scratch(kind: str, parent: Path | None = None, *, token: str | None = N
     # A process killed between here and the mark leaves an empty folder, which nobody removes.
     folder = parent / f"{kind}-{token or secrets.token_hex(8)}"
     folder.mkdir(0o700)
-    created = Created.at(folder)
+    created = CreatedPath.at(folder)
     try:
         _owned[folder] = _OwnedScratch(*mark(folder, kind), os.getpid())
     except BaseException:

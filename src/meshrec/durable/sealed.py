@@ -40,7 +40,7 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
     Raises:
         DamageError: the JSON is invalid, or the checksum is wrong or missing.
     """
-    fields = parse(content, name)
+    fields = parse_json(content, name)
     if not isinstance(fields, dict):
         raise DamageError(f"{name} is not a JSON object")
     seal = fields.pop(SEAL, None)
@@ -52,7 +52,7 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
     return fields
 
 
-def parse(content: bytes, name: str) -> Any:
+def parse_json(content: bytes, name: str) -> Any:
     """Parse JSON. Unlike ``json.loads``, refuse duplicate names in objects and unpaired surrogates.
 
     Args:
@@ -74,7 +74,7 @@ def parse(content: bytes, name: str) -> Any:
         raise DamageError(f"{name} is not JSON ({error})") from error
 
 
-def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
+def check_integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
     """Check that a JSON value is an integer in ``[low, high]``, and return it.
 
     Args:
@@ -92,7 +92,7 @@ def integer(value: Any, name: str, low: int = 0, high: int = _MAX_INT64) -> int:
     return value
 
 
-def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
+def check_string(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
     """Check that a JSON value is a string, and if ``allowed`` is given, an allowed string. Return the string.
 
     Args:
@@ -109,7 +109,7 @@ def text(value: Any, name: str, *, allowed: Sequence[str] | None = None) -> str:
     return value
 
 
-def items(value: Any, name: str, length: int | None = None) -> list[Any]:
+def check_list(value: Any, name: str, length: int | None = None) -> list[Any]:
     """Check that a JSON value is a list, with the given length unless ``length`` is None. Return the list.
 
     Args:
@@ -126,16 +126,16 @@ def items(value: Any, name: str, length: int | None = None) -> list[Any]:
     return value
 
 
-def texts(value: Any, name: str) -> list[str]:
+def check_names(value: Any, name: str) -> list[str]:
     """Check that a JSON value is a list of distinct strings, and return it. Raises DamageError otherwise."""
-    strings = [text(item, f"a part of {name}") for item in items(value, name)]
+    strings = [check_string(item, f"a part of {name}") for item in check_list(value, name)]
     # The lists hold names, so a repeated string is an error.
     if len(set(strings)) != len(strings):
         raise DamageError(f"{name} names something twice: {_shortened(strings)}")
     return strings
 
 
-def integers(value: Any, name: str, length: int | None = None) -> tuple[int, ...]:
+def check_integers(value: Any, name: str, length: int | None = None) -> tuple[int, ...]:
     """Check that a JSON value is a list of nonnegative int64 integers, and return them as a tuple.
 
     Args:
@@ -146,10 +146,10 @@ def integers(value: Any, name: str, length: int | None = None) -> tuple[int, ...
     Raises:
         DamageError: ``value`` is not such a list, or has another length.
     """
-    return tuple(integer(item, f"a part of {name}") for item in items(value, name, length))
+    return tuple(check_integer(item, f"a part of {name}") for item in check_list(value, name, length))
 
 
-def fields(value: Any, name: str, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+def check_fields(value: Any, name: str, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
     """Check that a JSON value is an object with all required and no unknown fields, and return it.
 
     Args:
@@ -170,7 +170,7 @@ def fields(value: Any, name: str, names: Sequence[str], optional: Sequence[str] 
     return value
 
 
-def mapping(value: Any, name: str) -> dict[str, Any]:
+def check_object(value: Any, name: str) -> dict[str, Any]:
     """Check that a JSON value is an object, with any fields, and return it. Raises DamageError otherwise."""
     if not isinstance(value, dict):
         raise DamageError(f"{name} is {_shortened(value)}; an object was expected")

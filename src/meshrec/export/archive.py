@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 from meshrec.lazy import without_gc
 from meshrec.ops import library
 
@@ -54,7 +54,7 @@ def load_compiled(path: Path) -> Any:
         # torch._inductor.aoti_load_package would import the compiler, which takes seconds.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         for folder in _extracted_folders() - before:
-            Created.at(Path(folder)).remove_tree()
+            CreatedPath.at(Path(folder)).remove_tree()
     return loader
 
 

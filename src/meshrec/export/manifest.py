@@ -26,7 +26,16 @@ from meshrec.durable import (
     sha256_of,
     verify_folder,
 )
-from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
+from meshrec.durable.sealed import (
+    check_fields,
+    check_integer,
+    check_integers,
+    check_list,
+    check_names,
+    check_object,
+    check_string,
+    parse_json,
+)
 from meshrec.export.archive import PackageError, extra_file
 from meshrec.export.signing import SIGNATURE, read_public_key, verify_signature
 from meshrec.modules.served_table import INDEX
@@ -105,7 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        parsed = parse(read_regular(path, _MAX_BYTES), "it")
+        parsed = parse_json(read_regular(path, _MAX_BYTES), "it")
     except (OSError, DamageError) as error:
         raise PackageError(
             f"{folder} is not a package: {path} cannot be read ({error}). Export a model."
@@ -269,32 +278,32 @@ def _exists(path: Path) -> bool:
 
 def _check_manifest(parsed: Any) -> None:
     """Raise DamageError if a parsed manifest field is missing or has an invalid value."""
-    values = fields(parsed, "it", _FIELDS, _OPTIONAL)
+    values = check_fields(parsed, "it", _FIELDS, _OPTIONAL)
     for name in ("torch", "isa", "operators"):
         _one_line(values[name], name)
     if not isinstance(values["compiled"], bool):
         raise DamageError("the field compiled must be true or false")
     features = [
-        _one_line(feature, "a feature") for feature in texts(values["features"], "the list of features")
+        _one_line(feature, "a feature") for feature in check_names(values["features"], "the list of features")
     ]
-    num_dense = integer(values["num_dense"], "the number of dense columns", high=1 << 31)
-    text(values["outputs"], "the kind of outputs", allowed=("scores", "vectors"))
+    num_dense = check_integer(values["num_dense"], "the number of dense columns", high=1 << 31)
+    check_string(values["outputs"], "the kind of outputs", allowed=("scores", "vectors"))
     inputs = [*features, *([DENSE] if num_dense else [])]
-    for name in texts(values["shared"], "the list of shared features"):
-        text(name, "a shared feature", allowed=inputs)
-    for name, rows in mapping(values["rows"], "the rows by feature").items():
-        text(name, "a feature with rows", allowed=features)
-        integer(rows, f"the rows of {name!r}")
-    names = _check_weights(items(values["weights"], "the list of weights"))
-    for name, data_type in mapping(values["quantised"], "the quantised weights").items():
-        text(name, "a quantised weight", allowed=names)
-        text(data_type, f"the data type of {name!r}")
-    _check_hashed(mapping(values.get("hashed", {}), "the hashed weights"), names)
-    for name in texts(values.get("any_ids", []), "the list of features with any IDs"):
-        text(name, "a feature with any IDs", allowed=features)
+    for name in check_names(values["shared"], "the list of shared features"):
+        check_string(name, "a shared feature", allowed=inputs)
+    for name, rows in check_object(values["rows"], "the rows by feature").items():
+        check_string(name, "a feature with rows", allowed=features)
+        check_integer(rows, f"the rows of {name!r}")
+    names = _check_weights(check_list(values["weights"], "the list of weights"))
+    for name, data_type in check_object(values["quantised"], "the quantised weights").items():
+        check_string(name, "a quantised weight", allowed=names)
+        check_string(data_type, f"the data type of {name!r}")
+    _check_hashed(check_object(values.get("hashed", {}), "the hashed weights"), names)
+    for name in check_names(values.get("any_ids", []), "the list of features with any IDs"):
+        check_string(name, "a feature with any IDs", allowed=features)
     if values["rounding"] is not None:
-        text(values["rounding"], "the rounding")
-    mapping(values["about"], "what it says about its run")
+        check_string(values["rounding"], "the rounding")
+    check_object(values["about"], "what it says about its run")
     _check_files(values)
 
 
@@ -307,16 +316,16 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
     """
     names, end = [], 0
     for record in records:
-        values = fields(record, "a weight", WeightRecord._fields)
+        values = check_fields(record, "a weight", WeightRecord._fields)
         name = _one_line(values["name"], "the name of a weight")
-        text(values["dtype"], f"the dtype of {name!r}", allowed=tuple(_ITEM_SIZES))
-        integers(values["shape"], f"the shape of {name!r}")
-        offset = integer(values["offset"], f"the offset of {name!r}")
+        check_string(values["dtype"], f"the dtype of {name!r}", allowed=tuple(_ITEM_SIZES))
+        check_integers(values["shape"], f"the shape of {name!r}")
+        offset = check_integer(values["offset"], f"the offset of {name!r}")
         if offset != end + -end % ALIGNMENT:
             raise DamageError(f"{name!r} is at {offset:,}, but the previous weight ends at {end:,}")
-        end = integer(offset + WeightRecord(**values).num_bytes, f"the end of {name!r}")
+        end = check_integer(offset + WeightRecord(**values).num_bytes, f"the end of {name!r}")
         names.append(name)
-    return texts(names, "the list of weights")
+    return check_names(names, "the list of weights")
 
 
 def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -328,10 +337,10 @@ def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
             )
         # The rows and the index of a hashed table are separate weights.
         for part in ("weight", *INDEX):
-            text(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
-        formula = fields(values, f"the keys of {name!r}", _FORMULA)
+            check_string(f"{name.removesuffix('weight')}{part}", f"a part of {name[:80]!r}", allowed=names)
+        formula = check_fields(values, f"the keys of {name!r}", _FORMULA)
         for part in ("seed", "max_rows", "dim", "first_seed"):
-            integer(formula[part], f"the {part} of {name!r}")
+            check_integer(formula[part], f"the {part} of {name!r}")
         for part in ("low", "high"):
             if type(formula[part]) not in (int, float) or not math.isfinite(formula[part]):
                 raise DamageError(f"the {part} of {name!r} is not a number")
@@ -339,11 +348,11 @@ def _check_hashed(hashed: Mapping[str, Any], names: Sequence[str]) -> None:
 
 def _check_files(values: Mapping[str, Any]) -> None:
     """Raise DamageError if a required file is not listed, or a listed name could leave the package folder."""
-    files = mapping(values["sha256"], "the list of files")
+    files = check_object(values["sha256"], "the list of files")
     for name, digest in files.items():
         if Path(name).name != name or name in ("", ".", "..", MANIFEST, DIGESTS, SIGNATURE) or "\0" in name:
             raise DamageError(f"its list of files has {name!r}, which is not a file of the folder")
-        if not _SHA256.fullmatch(text(digest, f"the SHA-256 of {name!r}")):
+        if not _SHA256.fullmatch(check_string(digest, f"the SHA-256 of {name!r}")):
             raise DamageError(f"the SHA-256 of {name!r} is {digest[:80]!r}")
     # C++ needs the layout, and Python falls back to the exported program.
     needed = [LAYOUT, WEIGHTS, EXPORTED]
@@ -366,7 +375,7 @@ def _one_line(value: Any, label: str) -> str:
     Raises:
         DamageError: the value is not a string, or contains a line break.
     """
-    line = text(value, label)
+    line = check_string(value, label)
     if "\n" in line or "\r" in line:
         raise DamageError(f"{label} contains a line break: {line[:80]!r}")
     return line

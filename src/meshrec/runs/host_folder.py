@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from meshrec.checkpoint.stored import ObjectStore
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 from meshrec.runs.job import RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.train.ranks import Ranks
@@ -70,7 +70,7 @@ def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     probe, error = path / f".seen-{secrets.token_hex(4)}", None
     if ranks.is_first:
         try:
-            descriptor, created = Created.file(probe)
+            descriptor, created = CreatedPath.create_file(probe)
             os.close(descriptor)
         except OSError as refused:
             error = f"{path} cannot be written to ({refused.strerror})"

@@ -34,7 +34,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from meshrec.durable import Created, write_durably
+from meshrec.durable import CreatedPath, write_durably
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, call_recipe, module_name, module_of_file, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
@@ -201,7 +201,7 @@ def _key(*, make: bool) -> bytes | None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Write the key under another name first, so that no process reads a partial key.
         scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        descriptor, created = Created.file(scratch, 0o600)
+        descriptor, created = CreatedPath.create_file(scratch, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))

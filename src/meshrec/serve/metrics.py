@@ -15,7 +15,7 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 from meshrec.serve.batching import BatchMetrics
 from meshrec.serve.history_cache import CacheCounts
 
@@ -143,7 +143,7 @@ def _reserve(folder: Path, num_bytes: int) -> None:
         created = None
         try:
             with contextlib.suppress(FileExistsError):  # from an earlier process with the same ID
-                descriptor, created = Created.file(path)
+                descriptor, created = CreatedPath.create_file(path)
                 os.close(descriptor)
             with path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)

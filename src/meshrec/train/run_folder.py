@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshrec.durable import (
     PREFIX,
-    Created,
+    CreatedPath,
     DamageError,
     Mark,
     mark,
@@ -329,7 +329,7 @@ def make_folder(path: Path) -> bool:
             raise
         return False
     # Remembered, so that only a folder that this call created is removed after a failure.
-    created = Created.at(path)
+    created = CreatedPath.at(path)
     try:
         release(mark(path, _KINDS[0])[1])
     except BaseException:  # the disk is full

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor
 
-from meshrec.durable import Created
+from meshrec.durable import CreatedPath
 from meshrec.ops import records
 from meshrec.tables.cached.cache import Misses, RowCache
 from meshrec.tables.cached.file import RowFileError, memory_for, positions_in
@@ -710,7 +710,7 @@ class RowLog:
         kinds, width = parts
         record = 8 + sum((1 if part.per_row else width) * part.dtype.itemsize for part in kinds) + 4
         self._layout = records.RecordLayout(0, 1, -(-record // _SECTOR) * _SECTOR, record, 0)
-        self._file, created = Created.file(path, 0o600)
+        self._file, created = CreatedPath.create_file(path, 0o600)
         self._end = weakref.finalize(self, _remove, self._file, created, os.getpid())
 
     def mark_logged(self, slots: Tensor, new: Tensor, *, train: bool = True) -> Tensor:
@@ -838,7 +838,7 @@ class RowLog:
         return keys, rows
 
 
-def _remove(file: int, created: Created, owner: int) -> None:
+def _remove(file: int, created: CreatedPath, owner: int) -> None:
     """Close and remove the log file. Does nothing in a forked child."""
     if os.getpid() == owner:
         os.close(file)
