@@ -307,6 +307,8 @@ def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
     # The empty tensor keeps the dtype if ``pieces`` is empty.
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32
+    # Every column is written below: all column shards of a row see the same IDs, and thus record the same
+    # changes.
     whole = torch.empty(len(ids), dim, dtype=dtype)
     for rows, c0, c1, values in pieces:
         # `ids` is sorted and contains all rows, so searchsorted finds their exact positions.

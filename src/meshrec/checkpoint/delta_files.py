@@ -28,6 +28,7 @@ KINDS = ("rows", "dense")
 """Kinds of safetensors files in a delta: changed table rows, and all other weights."""
 # 64 MiB. The limit bounds the memory for a damaged or hostile JSON file.
 _MAX_RECORD_BYTES = 1 << 26
+# At most 18 digits, so that a delta number fits into int64.
 _NAME = re.compile(r"[0-9]{8,18}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previous")

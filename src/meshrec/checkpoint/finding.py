@@ -111,6 +111,7 @@ def _is_run(path: Path) -> bool:
 def _finished(folder: Path) -> dict[int, Path]:
     """Return the finished checkpoints in a folder by step."""
     by_step: dict[int, Path] = {}
+    # Sorted, so that of several spellings of a step the same one wins, whatever order the file system lists.
     for checkpoint in sorted(folder.glob("step-*")):
         if not (checkpoint / MANIFEST).exists():
             continue

@@ -132,6 +132,8 @@ def load_hashed(
                 # A hashed table is stored in key order, so a rectangle's rows are contiguous.
                 start, end = int(matches[0]), int(matches[-1]) + 1
                 here = (first + start, first + end)
+                # With another seed, or from a fixed table, the range also has rows of other rectangles.
+                # `rows_in_rectangle` drops these.
                 values = {part: read_rows(folder, manifest, name, here) for part, name in parts.items()}
                 table.load(rows_in_rectangle(table, ids[start:end], values))
     # Occurrence counts of IDs waiting for admission. Such IDs do not have a row yet.

@@ -67,7 +67,9 @@ MAX_MANIFEST_BYTES = 1 << 28
 """Maximum manifest size, 256 MiB. A 100 TB checkpoint needs about a tenth."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
+# No slash and no leading dot, so that a name cannot refer to another folder or to a hidden file.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+# A CRC-32 takes 8 hexadecimal digits.
 _CHECKSUMS = re.compile(r"(?:[0-9a-f]{8})*")
 # Sizes and offsets must fit into int64, which torch and the C++ readers use.
 _MAX_INT64 = (1 << 63) - 1

@@ -45,6 +45,7 @@ def read_manifest(folder: Path) -> Manifest:
         DamagedCheckpointError: a file is missing or damaged; the message names file and tensor.
         CheckpointError: the version is not supported, or a file cannot be read.
     """
+    # The file being read, which an OSError below is about.
     name = MANIFEST
     try:
         manifest = Manifest.from_bytes(read_regular(folder / MANIFEST, MAX_MANIFEST_BYTES))

@@ -209,6 +209,8 @@ def prepare(
             targets, finisher, current_content = _fill_targets(
                 entry, item, kind, content, state, keeps_names=is_part or bool(names_loaded_by_id)
             )
+            # The state dict also refers to tensors that are loaded by ID, so `check_state_dict` below needs
+            # all of them.
             whole = targets
             targets = {name: tensor for name, tensor in whole.items() if name not in names_loaded_by_id}
             names = saved.get(entry, set()) - names_loaded_by_id
@@ -216,6 +218,8 @@ def prepare(
                 targets, finisher = _select_common(
                     entry, item, targets, names, rank, is_only_source=not names_loaded_by_id
                 )
+            # With `partial`, `targets` has only the common names. The checkpoint of a pipeline stage also has
+            # the tensors of other stages, which are ignored.
             _compare(
                 entry,
                 targets,
@@ -232,6 +236,8 @@ def prepare(
             targets = {name: _empty(manifest, name) for name in saved.get(entry, ())}
             finisher = _restorer(state, entry, item, kind, content=content, buffers=targets)
             fresh.update(targets)
+            # Stateful objects are loaded first, while a load can still be undone. Plain values are replaced
+            # at the end.
             stateful_loaders.append((item, finisher)) if kind == _STATEFUL else finishers.append(finisher)
         if isinstance(item, DistributedModelParallel):
             # Residuals are loaded by a job at the end, because they belong to the sharded model, not to the
@@ -496,6 +502,7 @@ def merge_values(first: Any, second: Any, where: str) -> Any:
             # Items at the same position are merged. The longer list may have further items.
             shared = [merge_values(a, b, where) for a, b in zip(first, second, strict=False)]
             return shared + max(first, second, key=len)[len(shared) :]
+        # For example the lists of parameter names, of which every stage has its own.
         return [*first, *(item for item in second if item not in first)]
     raise ValueError(f"{where} is {first!r} on one rank and {second!r} on another; ranks must agree.")
 

@@ -193,6 +193,7 @@ def _rename(name: str, rename: Sequence[tuple[str, str]]) -> str:
                 f"rename: cannot replace {pattern!r} by {replacement!r}: {error}. Pass a regular "
                 "expression, and its groups as \\1."
             ) from error
+        # The first pattern that matches decides; later patterns do not see the new name.
         if count:
             return new
     return name

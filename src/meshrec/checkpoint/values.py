@@ -67,6 +67,8 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
+    # `_encode_mapping` writes a user's dict that looks like a tag as "__items__", so a tag is never
+    # ambiguous.
     mark = next(iter(value), None)
     # A plain dict. Encoded values have exactly one key, a type tag.
     if len(value) != 1 or mark not in _TYPE_TAGS:

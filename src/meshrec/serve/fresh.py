@@ -162,6 +162,8 @@ class Deltas:
             table = self._weights[name]
             for start in range(0, len(ids), ROWS_AT_A_TIME):
                 part = slice(start, start + ROWS_AT_A_TIME)
+                # Defaults bind the current values, so that a caller may collect portions before it calls
+                # them.
                 yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
 
         def finish() -> None:

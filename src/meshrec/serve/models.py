@@ -376,8 +376,10 @@ class Repository:
                     self._reasons[name] = str(error)
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
+            # From here on the load cannot fail, and new requests go to this version.
             self._replace(name, served)
             self._tasks[name] = [asyncio.create_task(self._unload_on_damage(name, served))]
+            # A rolled back model stays at its delta until a client loads or unloads it.
             if until is None:
                 self._tasks[name].append(asyncio.create_task(served.follow_deltas()))
             _log.info("model %r: version %s is ready", name, served.version)

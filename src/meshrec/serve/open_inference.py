@@ -275,6 +275,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         )
     allowed = _allowed_inputs(signature)
     arrays: dict[str, Any] = {}
+    # `start` is the offset of the next binary tensor: tensors follow each other in the order of the inputs.
     start = num_raw = 0
     # Hot loop: a request has two tensors per feature, so common cases skip the helper calls.
     for given in inputs:
@@ -456,6 +457,8 @@ def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
     sent = _DTYPES[datatype]
     wide = as_array(data, np.dtype(np.float64 if sent.kind == "f" else np.int64), f"input {name!r}")
     with np.errstate(over="ignore"):
+        # Overflow gives infinity, which the next line detects. A value that was infinite before is not an
+        # overflow.
         array = wide.reshape(-1).astype(sent)
     fits = np.isfinite(array) | ~np.isfinite(wide) if sent.kind == "f" else array == wide
     if not fits.all():

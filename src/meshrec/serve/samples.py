@@ -88,6 +88,8 @@ def read_samples(body: bytes, signature: Signature) -> Request:
     optional = {} if signature.raw is None else signature.raw.optional
     _check_names(samples, [name for name in per_sample if name not in optional], common, signature)
     if signature.raw is not None:
+        # An optional column that no sample gives is left out of the request, instead of being filled with
+        # nulls.
         given_names = set(per_sample).difference(optional).union(*samples)
         columns = {
             name: [sample.get(name) for sample in samples] for name in per_sample if name in given_names
@@ -167,6 +169,7 @@ def _parse_ids(name: str, samples: Sequence[Sample], label_prefix: str) -> tuple
     flat = list(itertools.chain.from_iterable(lists))
     if float in set(map(type, flat)):
         flat = as_integers(flat)
+    # Types are compared exactly, because `bool` is a subclass of `int`.
     if set(map(type, flat)) <= {int}:
         with contextlib.suppress(OverflowError):
             return np.array(flat, np.int64), np.fromiter(map(len, lists), np.int64, len(lists))

@@ -148,6 +148,7 @@ async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) 
         array: scores [B] or vectors [B, V].
     """
     parts = []
+    # Rows of vectors have several values each.
     rows = max(1, _VALUES_AT_ONCE // max(1, array[:1].size))
     for start in range(0, len(array), rows):
         if start:
@@ -188,6 +189,8 @@ async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
         raise RequestError(
             f"the content-encoding {shown!r} is not supported. Send the body uncompressed.", 415
         )
+    # Refuse by the announced length, before any of the body is read. A chunked body has no length, so the
+    # loop below counts as well.
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise _too_large(limit)

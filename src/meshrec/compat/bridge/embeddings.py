@@ -389,6 +389,7 @@ def jagged(
         dtype: dtype of the rows; None: unchanged.
     """
     ids = features.to_dict()
+    # Results come in table and feature order, so they are matched with the features by position.
     names = [name for config in configs for name in config.feature_names]
     return {
         key: JaggedTensor.unchecked(

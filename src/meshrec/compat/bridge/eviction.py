@@ -185,6 +185,7 @@ class MCHEvictionPolicy:
             else:
                 incoming = coalesced_history_metadata[name][coalesced_history_argsort_mapping]
                 resident[slots] = incoming[is_present]
+                # The shared row counts as read now, so it has the highest score of an LRU policy as well.
                 resident[mch_size - 1] = current_iter
             new[name] = incoming[~is_present]
             merged[name] = torch.cat([resident, new[name]])

@@ -18,6 +18,7 @@ from meshrec.compat.bridge.sparse import JaggedTensor
 from meshrec.ops.index import HashIndex, mix, unique
 
 _SECONDS = 3600
+# TorchRec's options without a counterpart, with the only value that changes nothing.
 _NOT_HERE = {
     "tb_logging_frequency": 0,
     "inference_dispatch_div_train_world_size": False,

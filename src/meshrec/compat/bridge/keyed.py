@@ -21,6 +21,7 @@ class _AnyKeyed(ABCMeta):
     """Metaclass that makes the optimizers of MeshRec's sharded models instances of TorchRec's classes."""
 
     def __instancecheck__(cls, instance: object) -> bool:
+        # In the class's own dict, because subclasses inherit the attribute, but test for themselves as usual.
         if cls.__dict__.get("_is_root"):
             return isinstance(instance, keyed.KeyedOptimizer)
         return super().__instancecheck__(instance)

@@ -271,6 +271,8 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
             metadata,
         )
         self._mch_sorted_raw_ids[evicted] = ids[~is_present][admitted]
+        # Read before `_sort`, which moves rows to other slots. The new ID takes over the row of the evicted
+        # ID.
         rows = self._mch_remapped_ids_mapping[evicted]
         self._evicted = rows if self._evicted is None else torch.cat([self._evicted, rows]).unique()
         self._sort()

@@ -155,6 +155,7 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
     defaults = {name: value for name, value in _DEFAULTS.items() if _has(template, name)}
     if spec in _DECAY_IS_DECOUPLED or mode == "DECOUPLE":
         options["decoupled_weight_decay"] = True
+    # TorchRec's classes call it `lr`, FBGEMM `learning_rate`. Only one of both may be passed on.
     if "lr" in options:
         defaults.pop("learning_rate")
     try:
