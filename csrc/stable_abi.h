@@ -44,6 +44,8 @@ void parallel_for(int64_t count, int64_t grain, const Work& work) {
     try {
       work(begin, end);
     } catch (...) {
+      // Only the first thread to fail writes `error`. The end of the parallel loop orders this before the
+      // read below.
       if (!failed.test_and_set()) error = std::current_exception();
     }
   };
@@ -70,7 +72,9 @@ inline Tensor as_contiguous(const Tensor& tensor) {
 class Countdown {
  public:
   explicit Countdown(int64_t count) : left_(count) {}
+  // For containers, which move elements while they are filled. Not safe once other threads use the countdown.
   Countdown(Countdown&& other) : left_(other.left_.load()) {}
+  // Pairs with the acquire in wait(): the waiting thread sees everything that the task wrote.
   void done() { left_.fetch_sub(1, std::memory_order_release); }
   // Ends every wait, present and future.
   void fail() { left_.store(kFailed); }
@@ -101,6 +105,8 @@ class Dealer {
   int64_t take(size_t thread) {
     for (size_t k = 0; k < next_.size(); ++k) {
       Next& next = next_[(thread + k) % next_.size()];
+      // Reading first spares an exhausted section the write to its cache line, which all threads would
+      // compete for.
       if (next.task.load() >= next.end) continue;
       const int64_t task = next.task.fetch_add(1);
       if (task < next.end) return task;
@@ -118,6 +124,7 @@ class Dealer {
   }
 
  private:
+  // A cache line per section, so threads that work on different sections do not share one.
   struct alignas(64) Next {
     std::atomic<int64_t> task;
     int64_t end;

@@ -14,17 +14,21 @@ inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // Returns e^x with an error of about 1 ulp; 0 below -87.3. NaN stays NaN.
 inline Vec exponential(Vec x) {
+  // Coefficients as in Cephes' expf. Below `low`, e^x is subnormal. Above `high`, the result stays at e^high,
+  // about 2.4e38: 2^n would otherwise overflow the exponent.
   const Vec low = splat(-87.33654f), high = splat(88.37626f);
   const Ints is_zero = x < low;
   x = x < low ? low : x;
   x = x > high ? high : x;
   const Vec magic = splat(12582912.f);  // rounds to the nearest integer, in the low bits of the sum
   const Vec sum = x * 1.44269504f + magic, n = sum - magic;
+  // ln 2 in two parts. The first has few bits, so its product with n is exact.
   const Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec poly = splat(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     poly = poly * r + c;
   poly = poly * r * r + r + 1.f;
+  // The low bits of `sum` hold n; adding them to the exponent multiplies by 2^n.
   const Vec found = (Vec)((Ints)poly + ((Ints)sum << 23));
   return is_zero ? Vec{} : found;
 }
@@ -92,6 +96,8 @@ void product_rows(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int
 // length.
 inline void product(Left a, Right b, float* c, int64_t c_stride, int64_t rows, int64_t columns, int64_t depth,
                     bool add) {
+  // A tile has up to 16 accumulators with AVX-512, which has 32 vector registers, and 8 otherwise. Larger
+  // tiles would spill to memory.
   constexpr int kAtTwo = kMaxVectors == 4 ? 8 : 4;
   while (columns > 0) {
     const int64_t num = columns / kLanes;

@@ -27,6 +27,7 @@ TimeBuckets time_buckets(int64_t num_buckets) {
   for (int64_t k = 0; k < num_buckets; ++k) starts[k] = float(std::exp(kBucketWidth * double(k)));
   int64_t bucket = 0;
   for (int slot = 0; slot < kBucketSlots; ++slot) {
+    // A slot starts at (1 + k / 8) * 2^e: exponent and upper mantissa bits, in order.
     const double begin = std::ldexp(1 + (slot % 8) / 8., slot / 8);
     while (bucket + 1 < num_buckets && starts[bucket + 1] <= begin) ++bucket;
     found.first[slot] = int32_t(bucket);
@@ -114,6 +115,8 @@ struct Attention {
       fail("jagged_attention: the offsets must begin with 0 and end with the number of tokens");
     }
     const int64_t parts =
+        // Aims at kTasks / 2 units. More parts would cost more: a divided sample computes bias and mask once
+        // per part.
         std::clamp<int64_t>(kTasks / 2 / std::max<int64_t>(num_samples, 1), 1, args.num_heads);
     for (int64_t b = 0; b < num_samples; ++b) {
       const int64_t length = bounds[b + 1] - bounds[b], num_queries = queries[b + 1] - queries[b];
@@ -131,6 +134,7 @@ struct Attention {
                          args.num_heads * part / parts, args.num_heads * (part + 1) / parts});
       }
     }
+    // Longest first: run() deals units to tasks in turn, so the tasks get about the same work.
     std::stable_sort(units.begin(), units.end(), [](const AttentionUnit& a, const AttentionUnit& b) {
       return a.length * a.num_queries > b.length * b.num_queries;
     });
@@ -224,6 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_attention_grad(Tensor 
   args.grad_query = grad_query.mutable_data_ptr<float>();
   args.grad_key = grad_key.mutable_data_ptr<float>();
   args.grad_value = grad_value.mutable_data_ptr<float>();
+  // A sample without queries has no unit, so nothing else writes the gradients of its keys and values.
   if (all.has_unread_keys) {
     torch::stable::zero_(grad_key), torch::stable::zero_(grad_value);
   }

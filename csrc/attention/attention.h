@@ -59,6 +59,7 @@ constexpr int64_t kHistogramLanes = 16;
 
 inline int64_t attention_padded(int64_t size) { return (size + 15) / 16 * 16; }
 
+// An upper bound for what AttentionWork takes; keep the two in step.
 // Returns how many scratch floats a unit needs, forward and backward.
 inline int64_t attention_scratch(int64_t length, int64_t heads, int64_t query_width, int64_t value_width) {
   const int64_t keys = (length + kAttentionColumns - 1) / kAttentionColumns * kAttentionColumns;

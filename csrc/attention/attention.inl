@@ -112,6 +112,8 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
       for (int64_t j = 0; j < tile.columns; ++j) {
         const int64_t apart = from - times[tile.column + j];
         const float seconds = std::max(float(apart < 0 ? -apart : apart), 1.f);
+        // Exponent and three mantissa bits, minus the exponent bias. Not negative, because seconds are at
+        // least 1.
         const int32_t slot = int32_t(as_bits(seconds) >> 20) - 127 * 8;
         buckets[j] = a.buckets->first[slot] + (seconds >= a.buckets->border[slot]);
         bias[j] += a.time[buckets[j]];
@@ -131,6 +133,8 @@ inline void prepare_tile(const AttentionArgs& a, const AttentionUnit& unit, cons
   }
 }
 
+// Finite: in a row that has no allowed key in the first tile, the maximum stays kNever, and -inf minus -inf
+// would be NaN. The weights then come out as 1, and softmax_tile multiplies them by the mask.
 constexpr float kNever = -1e30f;  // score for a key that a softmax must not see
 
 // For every key tile with an allowed pair, calls prepare_tile and then work(tile).
@@ -144,7 +148,9 @@ inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t
     const int64_t padded = (columns + kLanes - 1) / kLanes * kLanes;
     int64_t pairs = 0;
     for (int64_t r = 0; r < rows; ++r) pairs += allowed[r].within(column, column + columns);
+    // Whole tiles outside the causal triangle or the window are never computed.
     if (pairs == 0) continue;
+    // Padding counts as masked, so the last tile of a sample has a mask unless its keys fill whole vectors.
     const AttentionTile tile{row, rows, column, columns, padded, pairs == rows * padded};
     prepare_tile(a, unit, allowed, tile, work);
     function(tile);
@@ -153,6 +159,7 @@ inline void for_tiles(const AttentionArgs& a, const AttentionUnit& unit, int64_t
 
 // Adds the biases to the scaled products. Before a softmax, hides scores forbidden by the mask.
 inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, AttentionWork& work) {
+  // SiLU weights are multiplied by the mask afterwards, so their scores need not be hidden.
   const bool biased = a.position != nullptr || a.time != nullptr, hides = a.softmax && !tile.is_full;
   for (int64_t r = 0; r < tile.rows; ++r) {
     for (int64_t j = r * kAttentionColumns; j < r * kAttentionColumns + tile.padded_columns; j += kLanes) {
@@ -167,6 +174,8 @@ inline void finish_scores(const AttentionArgs& a, const AttentionTile& tile, Att
 // Whether a sample reads keys and values in place: with few queries, packing would cost more than it saves.
 // This is the case when a server continues a cached history.
 inline bool reads_in_place(const AttentionArgs& a, const AttentionUnit& unit) {
+  // Values are the right operand of a product, which reads whole vectors: in place, a padded row would run
+  // into the next head.
   return unit.num_queries <= kFewQueries && a.value.width == attention_padded(a.value.width);
 }
 
@@ -175,6 +184,7 @@ inline void scores_of(const AttentionArgs& a, const AttentionUnit& unit, const A
   const int64_t query = unit.first_query + tile.row - (unit.length - unit.num_queries);
   if (reads_in_place(a, unit)) {
     for (int64_t j = 0; j < tile.padded_columns; ++j) {
+      // Padded columns repeat the last key instead of reading past the tokens. The mask hides them.
       const int64_t key = unit.first_token + tile.column + std::min(j, tile.columns - 1);
       for (int64_t r = 0; r < tile.rows; ++r) {
         work.scores[r * kAttentionColumns + j] =
@@ -205,6 +215,7 @@ inline float total_of(Vec part) {
   return total;
 }
 
+// The online softmax of FlashAttention.
 // Turns the scores in a tile into softmax weights before normalization, and rescales the sums from earlier
 // tiles to the new row maxima.
 inline void softmax_tile(const AttentionTile& tile, AttentionWork& work, float* out, float* sums,
@@ -279,6 +290,7 @@ void attend(const AttentionArgs& a, const AttentionUnit& unit) {
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t r = 0; r < rows; ++r) {
         const float sum = work.row_sums[head * kAttentionRows + r];
+        // `sum` is positive: every query attends at least to itself (allowed_keys).
         const float factor = a.softmax ? 1.f / sum : 1.f / float(a.max_length);
         const float* from = work.out_rows + head * out_size + r * work.value_width;
         float* to = out_of(a.out, a, query + r, unit.first_head + head, a.value.width);
@@ -303,10 +315,12 @@ inline void tile_gradient(const AttentionArgs& a, const AttentionTile& tile, con
       if (a.softmax) {
         weight = exponential(score - log_sums[r]);
         if (!tile.is_full) weight *= load(work.mask + j);
+        // Softmax backward: dS = P (dP - sum(out * grad)), with the sum computed once per row.
         grad_score = weight * (grad_weight - shifts[r]);
       } else {
         const Vec chance = sigmoid(score);
         weight = score * chance;
+        // The derivative of s sigmoid(s) is sigmoid(s) + s sigmoid(s) (1 - sigmoid(s)).
         grad_score = grad_weight * (chance + weight * (1.f - chance));
         if (!tile.is_full) {
           const Vec mask = load(work.mask + j);
@@ -324,6 +338,8 @@ inline void add_bias_gradients(const AttentionArgs& a, const AttentionTile& tile
   for (int64_t r = 0; r < tile.rows; ++r) {
     const float* grad_bias = work.grad_bias + r * kAttentionColumns;
     if (a.grad_position != nullptr) {
+      // The bias is indexed by the distance from query to key, shifted by max_length - 1. It is contiguous
+      // along a row, and all heads share it.
       float* target = a.grad_position + a.max_length - 1 + tile.column - tile.row - r;
       for (int64_t j = 0; j < tile.columns; ++j) target[j] += grad_bias[j];
     }
@@ -361,6 +377,8 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
       const int64_t own = unit.first_head + head;
       pack_rows(a.query, query, rows, own, work.query_width, 1.f, work.query_rows + head * query_rows);
       float* grad_rows = work.out_rows + head * value_rows;
+      // The forward divides SiLU outputs by max_length. Scaling the output gradient once per row carries that
+      // through all products below.
       pack_rows(grads, query, rows, own, work.value_width, a.softmax ? 1.f : 1.f / float(a.max_length),
                 grad_rows);
       for (int64_t r = 0; a.softmax && r < rows; ++r) {
@@ -400,6 +418,7 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
       for (int64_t r = 0; r < rows; ++r) {
         float* to = out_of(a.grad_query, a, query + r, unit.first_head + head, a.query.width);
         const float* from = work.grad_query + head * query_rows + r * work.query_width;
+        // Scores are scale * q k. The factor is applied once per gradient row instead of once per pair.
         for (int64_t d = 0; d < a.query.width; ++d) to[d] = from[d] * a.scale;
       }
     }

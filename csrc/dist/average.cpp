@@ -27,6 +27,7 @@ class Averager {
   // Returns false if the memory of a rank could not be read.
   bool average(int64_t begin, int64_t end) const {
     std::vector<Sum> sum(std::min(kBlock, end - begin));
+    // Without a link, the terms are in this process, and are read in place.
     std::vector<Value> copy(link_ != 0 ? sum.size() : 0);
     for (; begin < end; begin += kBlock) {
       const int64_t size = std::min(kBlock, end - begin);

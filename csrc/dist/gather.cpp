@@ -42,6 +42,7 @@ void add_scaled(float* to, const From* from, int64_t width, float scale) {
   for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
 }
 
+// The layout of `pieces` in ops/dist/naive.py, whose rows are reinterpreted as this struct.
 // Columns from a source, and their output columns.
 struct PooledPiece {
   int64_t source, source_column, width, column, add, mean_use;
@@ -97,6 +98,7 @@ struct Pooled {
 
 // Per-thread memory for the rows in a chunk.
 struct RowMemory {
+  // copy: rows read from a linked rank; decoded: coded rows as fp32; scratch: 4-bit codes during decoding.
   std::vector<char> copy;
   std::vector<float> decoded;
   std::vector<uint8_t> scratch;
@@ -133,6 +135,8 @@ struct Sources {
                    int64_t end, RowMemory& memory) {
     const int64_t source = from->source;
     const int64_t bytes = row_bytes[source], dim = pooled.dims[source], num_rows = end - first;
+    // Blocks from the sources are adjacent in `received`. With a link, the rows are read from the sender
+    // instead.
     const char* found = received + first_byte[source] + first * bytes;
     if (link != 0) {
       if (int64_t(memory.copy.size()) < num_rows * bytes) memory.copy.resize(num_rows * bytes);
@@ -157,6 +161,7 @@ struct Sources {
 template <typename T>
 void gather_chunk(const Pooled& pooled, Sources& sources, const float* own_rows, int64_t own_dim, float* rows,
                   int64_t out_dim, int64_t first, int64_t end) {
+  // Kept between calls: at most 64 rows of the widest source per thread.
   thread_local RowMemory memory;
   for (int64_t p = 0, last; p < pooled.num_pieces && !sources.failed; p = last) {
     const int64_t number = pooled.pieces[p].source;
@@ -320,6 +325,7 @@ struct Sequence {
     const int64_t first = bags.first_id(keys[use]), count = bags.num_ids(keys[use]);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t id = values[first + i];
+      // An ID outside the table was sent as row 0 (route.cpp), so its row comes from that route.
       const int64_t interval = interval_of(router.is_inside(use, id) ? id : 0);
       for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
         const int64_t route = router.interval_routes[at];
@@ -399,6 +405,7 @@ void add_weight_grads(const Router& router, const Bags& bags, const std::vector<
       const int64_t id = values[i];
       const int64_t interval = interval_of(router.is_inside(use, id) ? id : 0);
       for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
+        // With column splits, several routes take the same ID, and each returns a partial dot product.
         out[i] += *next[router.interval_routes[at]]++;
       }
     }

@@ -22,6 +22,8 @@ int64_t packed_run(const Id* ids, int64_t count, uint8_t* out) {
       const int64_t id = ids[first + i];
       if (id <= before)
         fail("ids of a run must be at least 0 and ascend, each once; got ", id, " after ", before);
+      // IDs ascend strictly, so the smallest gap is 1. Storing gap - 1 gives runs of consecutive IDs a width
+      // of 0.
       gaps[i] = uint64_t(id - before) - 1, all |= gaps[i], before = id;
     }
     const int width = std::bit_width(all);
@@ -75,6 +77,7 @@ std::tuple<Tensor, Tensor> pack_ids(Tensor ids, std::vector<int64_t> counts) {
   int64_t total = 0, most = 0;
   for (int64_t count : counts) {
     if (count < 0) fail("a run has ", count, " ids");
+    // Upper bound: gaps have at most 63 bits, and a group has one byte for the width.
     total += count, most += count * 8 + (count + kGroup - 1) / kGroup;
   }
   if (values.numel() != total) fail("runs have ", total, " ids, got ", values.numel());
@@ -132,6 +135,7 @@ std::tuple<Tensor, Tensor> distinct_ids(Tensor ids, int64_t num_rows) {
     for (uint64_t left = bits[word]; left != 0; left &= left - 1) *out++ = 64 * word + std::countr_zero(left);
   int64_t* place = places.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) {
+    // Rank of the ID's bit: bits in earlier words, and lower bits in this word.
     const uint64_t lower = bits[id[i] >> 6] & ((uint64_t(1) << (id[i] & 63)) - 1);
     place[i] = before[id[i] >> 6] + std::popcount(lower);
   }

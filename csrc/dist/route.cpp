@@ -55,6 +55,7 @@ struct Routing {
 
   template <typename Id>
   [[noreturn]] void fail_for(int64_t use, int64_t position, Id id) const {
+    // An ID is checked before its weight, so the weight is wrong only if the ID is inside.
     const bool inside = router.is_inside(use, id);
     const int64_t row = sample(keys[use], position);
     if (inside) {
@@ -80,6 +81,7 @@ struct Routing {
         row = 0;
         ++bad;
       }
+      // A use with a single interval needs no search: all IDs go to the same routes.
       if (num_intervals > 1) ++per_interval[interval_of(row)];
     }
     if (weights != nullptr && check_ids) {
@@ -119,6 +121,8 @@ struct Routing {
       }
       if (weights != nullptr) std::copy_n(weights + first, num_ids, slot.weights);
       Slot cursor = slot;
+      // Narrow messages hold row numbers, and a whole table starts at row 0, so nothing is subtracted. Hashed
+      // keys start at -2^63, and are always wide.
       if (wide || num_bad[use] > 0) {
         for (int64_t i = first; i < first + num_ids; ++i) {
           const int64_t id = values[i];
@@ -139,6 +143,7 @@ struct Routing {
     for (int64_t at = routes_begin[0]; at < routes_begin[router.num_intervals(use)]; ++at) {
       own.push_back(router.interval_routes[at]);
     }
+    // A route spans several intervals if shards with other columns are cut there. It must be listed once.
     std::sort(own.begin(), own.end());
     own.erase(std::unique(own.begin(), own.end()), own.end());
     if (own.empty()) return;
@@ -188,6 +193,7 @@ Tensor lay_out(Routing& routing, int64_t num_ranks, Tensor& header_tensor) {
     bags[rank] += route_bags;
   }
   int64_t total = 0;
+  // Sizes first, positions after: the message for a rank starts where the previous one ends.
   const int64_t words_per_id = routing.words_per_id + (routing.weights != nullptr);
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     int64_t* row = header + kHeaderFields * rank;
@@ -227,6 +233,7 @@ Tensor route_all(Routing& routing, const Id* values, int64_t num_ranks, Tensor& 
   // Sequential, because it may throw: the error must name the first invalid ID.
   for (int64_t use = 0; use < routing.router.num_uses; ++use) routing.count(use, values);
   Tensor payload = lay_out(routing, num_ranks, header);
+  // Safe in parallel: a route belongs to a single use, and lay_out() gave each route separate positions.
   parallel_tasks(routing.router.num_uses, [&](int64_t use) { routing.write(use, values); });
   return payload;
 }
@@ -272,6 +279,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack_ids(Tensor received, Tensor he
   std::vector<const int32_t*> messages(num_ranks);
   int64_t words = 0, num_ids = 0;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    // Messages are in rank order. The result is in `blocks` order, which may differ.
     messages[rank] = payload.const_data_ptr<int32_t>() + words;
     words += header[kHeaderFields * rank + 1];
     num_ids += header[kHeaderFields * rank + 2];

@@ -65,6 +65,8 @@ struct IntervalFinder {
         per_row(static_cast<double>(num_intervals) / (static_cast<double>(router.num_rows(use)) - first)) {}
 
   int64_t operator()(int64_t row) const {
+    // The guess may be off by one after rounding in double, and is arbitrary for uneven cuts. It is used only
+    // if the row is really in the interval.
     const int64_t guess = std::min<int64_t>(
         static_cast<int64_t>((static_cast<double>(row) - first) * per_row), num_intervals - 1);
     if (cuts[guess] <= row && row < cuts[guess + 1]) return guess;

@@ -31,6 +31,7 @@ struct Layout : WireColumns {
       bytes.push_back(bytes.back() + rows[b] * row_bytes[b]);
       first_row.push_back(first_row.back() + rows[b]);
       // All columns for a row range together, while the rows are in the cache.
+      // Stochastic rounding does not depend on this division (wire.inl), so it may follow the row width.
       const int64_t step = std::max<int64_t>(1, kMinNumbers / std::max<int64_t>(row_elements[b], 1));
       for (int64_t row = 0; row < rows[b]; row += step)
         pieces.push_back({int64_t(b), row, std::min(step, rows[b] - row)});

@@ -7,6 +7,8 @@ namespace meshrec {
 
 enum WireCode : int { kWireFloat, kWireHalf, kWireBFloat16, kWireInt8, kWireInt4, kNumWireCodes };
 constexpr int64_t kWireParamBytes = 8;
+// Rows with a smaller range get this scale. The inverse, times 2^16 for stochastic rounding, is then at most
+// 2^126, which is finite.
 constexpr float kWireLeastScale = 0x1p-110f;
 
 struct WireRowsArgs {

@@ -82,8 +82,12 @@ struct WireParamsOfRows {
     const Vec steps = to_vector(float(2 * top)), at_least = to_vector(kWireLeastScale);
     const auto fits = magnitude < Bits{} + 0x7f800000;
     Vec scales = range / steps;
+    // The range of a finite row can overflow fp32, up to twice the largest value. Then both ends are divided
+    // first.
     if (any_lane((WireInts)~fits)) scales = fits ? scales : most / steps - least / steps;
     scales = scales > at_least ? scales : at_least;
+    // Rounded up to 16 significant bits: rounded down, the largest codes would not reach the ends of the
+    // row's range.
     scales = (Vec)(((Bits)scales + 0xff) & ~0xffu);
     const Vec middles = fits ? least + range * 0.5f : least * 0.5f + most * 0.5f;
     // Halving a subnormal number is inexact, with or without fused instructions.
@@ -225,6 +229,7 @@ inline bool wire_ranges(const WireRowsArgs& a, int64_t first, int64_t ahead, flo
       for (int k = 0; k < 4; ++k) add(row + d + k * kLanes, checks[k]);
     }
     for (; d + kLanes <= a.dim; d += kLanes) add(row + d, checks[0]);
+    // The last vector overlaps the one before: minimum and maximum do not change if a value is read twice.
     if (a.dim % kLanes) add(row + a.dim - kLanes, checks[1]);
   }
   store(least, reduced(below, lesser)), store(most, reduced(above, greater));
@@ -345,10 +350,13 @@ int64_t encode_rows(const WireRowsArgs& args) {
       if constexpr (kStochastic) {
         const uint64_t key =
             a.keys != nullptr ? uint64_t(a.keys[first + i]) : a.first_key + uint64_t(first + i);
+        // Random bits depend on the row's key and parameters, not on its position in the message: any
+        // division of the work gives the same codes.
         round.low = random_bits(a.seed, a.step, key, as_bits(scale));
         round.high = random_bits(a.seed, a.step, key, as_bits(middle) + (uint64_t(1) << 32));
       }
       uint8_t* out = a.message + (first + i) * a.message_stride;
+      // The low 8 bits of the scale are 0, so two of them can hold the kind of non-finite values.
       const WireParams told{as_float(as_bits(scale) | others[i]), middle};
       std::memcpy(out, &told, sizeof(told));
       encode_row<kBits>(a, a.rows + (first + i) * a.row_stride, round, others[i], out);

@@ -61,6 +61,8 @@ struct WireColumns {
   void for_each(int64_t block, int64_t num_rows, std::vector<uint8_t>& scratch, bool all,
                 const Work& work) const {
     int64_t element = 0, byte = 0, first = starts[block], end = starts[block + 1];
+    // A uniform block of n rows with m columns is n * m separate rows: parameters are per row and column
+    // anyway. Stochastic columns are excluded, because their seeds and origins differ.
     const int64_t together = all && is_uniform[block] ? end - first : 1;
     for (int64_t c = first; c < end; c += together) {
       WireRowsArgs args{};

@@ -18,6 +18,7 @@ struct Job {
   const std::function<void(int64_t)>* work;
   int64_t count;
   int64_t helpers;  // number of threads that may still join
+  // May exceed `count`: every thread that finds no task left has incremented it once.
   std::atomic<int64_t> next{0};
   int64_t active = 0;  // number of threads at work; guarded by the pool's mutex
   std::condition_variable ended;
@@ -29,6 +30,7 @@ class IoThreads {
     const auto job = std::make_shared<Job>();
     job->work = &work, job->count = count, job->helpers = std::min(threads, count);
     std::unique_lock lock(mutex_);
+    // The pool grows to the largest number ever requested, and never shrinks.
     for (; num_threads_ < threads; ++num_threads_) std::thread([this] { serve(); }).detach();
     jobs_.push_back(job);
     const int64_t wanted = job->helpers;
@@ -37,6 +39,8 @@ class IoThreads {
     } else {
       for (int64_t i = 0; i < wanted; ++i) wake_.notify_one();
     }
+    // Both conditions: no thread may have joined yet, or a thread may still work on the last task. Afterwards
+    // no thread reads `work`, which lives on the caller's stack.
     job->ended.wait(lock, [&] { return job->active == 0 && job->next.load() >= job->count; });
     std::erase(jobs_, job);
   }

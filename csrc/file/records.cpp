@@ -74,6 +74,7 @@ struct Records {
   }
 
   uint32_t checksum(int64_t key, const char* record) const {
+    // With the key in the checksum, an intact record is rejected if it was read from another key's place.
     const int64_t place = key;
     return crc32(crc32(layout.salt, &place, sizeof place), record, layout.record_bytes - 4);
   }
@@ -188,6 +189,7 @@ Tensor records_read(int64_t file, std::vector<int64_t> numbers, Tensor keys, std
   const Blocks blocks{records, runs};
   Failures failures;
   transfer(file, blocks, failures, in_flight, ring, [&](int64_t task, int phase, const char* memory) {
+    // Phase 0: request the blocks. Phase 1: they are in memory; check and take the records.
     if (phase == 0) return Transfer::kRead;
     for (int64_t i = runs[task].begin; i < runs[task].end; ++i)
       if (!records.take(i, memory + blocks.offset(task, i))) failures.add(i, kDamaged);
@@ -207,6 +209,7 @@ bool covers_blocks(const Records& records, Run run) {
 Tensor records_write(int64_t file, std::vector<int64_t> numbers, Tensor keys, std::vector<Tensor> parts,
                      Tensor slots, int64_t in_flight, bool ring) {
   const Records records(numbers, keys, parts, slots);
+  // Adjacent blocks only: a gap would be written, too.
   const std::vector<Run> runs = runs_of(records, 0);
   const Blocks blocks{records, runs};
   Failures failures;
@@ -214,6 +217,7 @@ Tensor records_write(int64_t file, std::vector<int64_t> numbers, Tensor keys, st
     const bool is_new = covers_blocks(records, runs[task]);
     if (phase == 0 && !is_new) return Transfer::kRead;
     if (phase == (is_new ? 1 : 2)) return Transfer::kDone;
+    // The buffer is reused. Padding between records must not keep bytes from another block.
     if (is_new) std::memset(memory, 0, blocks.stretch(task).second);
     for (int64_t i = runs[task].begin; i < runs[task].end; ++i)
       records.put(i, memory + blocks.offset(task, i));
@@ -234,6 +238,7 @@ Tensor cache_used(Tensor slots, Tensor stamps, int64_t batch) {
     const int64_t slot = from[i];
     if (slot < 0) continue;
     if (slot >= stamps.numel()) fail("slot ", slot, " is outside [0, ", stamps.numel(), ").");
+    // A stamp says in which batch a slot was used last, so repeated slots are listed once without sorting.
     if (stamp[slot] == batch) continue;
     stamp[slot] = batch;
     used.push_back(slot);
@@ -251,6 +256,8 @@ std::tuple<Tensor, int64_t> cache_victims(Tensor counts, Tensor pins, int64_t ha
   auto* count = static_cast<uint8_t*>(counts.mutable_data_ptr());
   const auto* pin = static_cast<const int32_t*>(pins.const_data_ptr());
   std::vector<int64_t> victims;
+  // A clock with counts (GCLOCK): the hand passes over pinned slots, lowers counts, and takes slots whose
+  // count is 0. It continues at the same place in the next call.
   std::vector<bool> taken(size_t(size), false);
   // Counts are at most 255, so after 256 turns all are 0, and another turn finds every unpinned slot.
   for (int64_t steps = 0; int64_t(victims.size()) < number && steps < 257 * size; ++steps) {

@@ -25,6 +25,7 @@ namespace meshrec {
 namespace {
 
 constexpr int64_t kAlignment = 4096;
+// Buffers for lanes start at multiples of a sector, as direct I/O (O_DIRECT) requires.
 constexpr int64_t kSector = 512;
 
 struct FreeAligned {
@@ -75,6 +76,7 @@ void transfer_task(int file, const Transfers& transfers, int64_t task) {
 
 namespace {
 
+// At least the number of lanes, and a lane has one request in flight: neither queue can overflow.
 constexpr unsigned kEntries = 256;
 constexpr int64_t kMaxBytes = 1 << 22;  // maximum buffer bytes per thread
 
@@ -87,6 +89,7 @@ class Ring {
     given.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
     file_ = setup(given);
     if (file_ < 0 && errno == EINVAL) {
+      // Kernels before 6.1 do not know these flags, and return EINVAL.
       given = io_uring_params{};
       file_ = setup(given);
     }
@@ -126,6 +129,7 @@ class Ring {
     entry.off = uint64_t(position);
     entry.user_data = tag;
     order_[*tail_ & mask_] = *tail_ & mask_;
+    // Release: the kernel must not see the new tail before the entry.
     __atomic_store_n(tail_, *tail_ + 1, __ATOMIC_RELEASE);
     ++num_new_;
   }
@@ -231,6 +235,7 @@ bool transfer_on_ring(int file, const Transfers& transfers, int64_t in_flight) {
     ring.completed([&](uint64_t number, int result) {
       Lane& lane = lanes[number];
       if (result == -EINTR || result == -EAGAIN) return push(number);
+      // A short transfer: request the remaining bytes.
       if (result > 0 && (lane.done += result) < lane.size) return push(number);
       if (result <= 0) {
         transfers.failed(lane.task, result < 0 ? -result : kEndOfFile);

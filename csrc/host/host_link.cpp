@@ -165,12 +165,14 @@ class Link {
     const std::lock_guard lock(mutex_);
     Board& own = *peers_[rank_].board;
     const uint32_t next = own.started.load();
+    // The slot for this exchange still describes exchange `next - kSlots`, which a rank has not read yet.
     if (num_unread() >= kSlots) return kNotYet;
     Piece* pieces = own.pieces(next, size_);
     for (int64_t rank = 0; rank < size_; ++rank) {
       pieces[rank] = {reinterpret_cast<uint64_t>(message), width * sizes[rank]};
       if (!same) message += width * sizes[rank];
     }
+    // Last: a peer reads the pieces as soon as it sees the new count.
     own.started.store(next + 1);
     wake(own);
     *number = next;
@@ -216,6 +218,7 @@ class Link {
     Board& own = *peers_[rank_].board;
     uint32_t read = own.read.load();
     if (!is_among(number, read)) read_.insert(number);
+    // `read` must count a prefix: an exchange read early is kept in the set until all earlier ones are read.
     while (read_.erase(read) > 0) ++read;
     own.read.store(read);
   }
@@ -225,6 +228,7 @@ class Link {
     const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
     for (const Peer& peer : peers_) {
       if (&peer == &peers_[rank_] || peer.board == nullptr) continue;
+      // This rank's memory must stay until the peers have read their pieces from it.
       while (is_among(peer.board->read.load(), own.started.load()) && peer.board->closed.load() == 0 &&
              !peer.has_ended() && Clock::now() < deadline) {
         usleep(1000);
@@ -236,6 +240,7 @@ class Link {
 
  private:
   static void wake(Board& own) {
+    // Without sleepers, which is usual while ranks spin, no system call is needed.
     if (own.sleepers.load() > 0) syscall(SYS_futex, &own.started, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
   }
 
@@ -267,6 +272,8 @@ class Link {
       if (is_ready()) return kDone;
     }
     const timespec time{0, kSleepNanoseconds};
+    // Before `started` is read again: either this rank sees the new count, or the peer sees the sleeper and
+    // wakes it.
     board.sleepers.fetch_add(1);
     const uint32_t seen = board.started.load();
     if (!is_among(number, seen)) syscall(SYS_futex, &board.started, FUTEX_WAIT, seen, &time, nullptr, 0);

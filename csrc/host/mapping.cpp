@@ -58,6 +58,7 @@ void pass_on(int number, siginfo_t* info, void* context) {
 void on_sigbus(int number, siginfo_t* info, void* context) {
   const int saved = errno;
   const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
+  // A positive code comes from the kernel; a signal sent by a process has no faulting address.
   Slot* slot = info->si_code > 0 ? slot_of(address) : nullptr;
   if (slot != nullptr) {
     void* page = reinterpret_cast<void*>(address / page_size * page_size);
@@ -91,6 +92,7 @@ int guarded(uintptr_t address, size_t bytes) {
   const std::lock_guard lock(changing);
   if (!set_handler()) return -1;
   int number = 0;
+  // `end` is written last, and makes the slot visible to the signal handler.
   while (number < num_slots.load() && slots[number].end.load() != 0) ++number;
   if (number == kMaxMappings) return -1;
   Slot& slot = slots[number];
@@ -143,6 +145,7 @@ namespace {
 void advise(std::vector<iovec>& ranges) {
   size_t done = 0;
 #if defined(__linux__) && defined(SYS_process_madvise) && defined(SYS_pidfd_open)
+  // The system's limit on ranges per call (IOV_MAX).
   constexpr size_t kMaxAtOnce = 1024;
   const int self = int(::syscall(SYS_pidfd_open, ::getpid(), 0));
   while (self >= 0 && done < ranges.size()) {

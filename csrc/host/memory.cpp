@@ -97,6 +97,7 @@ class Buffers {
     const std::lock_guard lock(mutex_);
     const size_t offset = static_cast<char*>(memory) - memory_;
     if (memory_ == nullptr || offset >= kReserved) return false;
+    // Moves the map node instead of allocating one: freeing memory must not fail.
     auto piece = free_.insert(taken_.extract(offset)).position;
     if (const auto next = std::next(piece);
         next != free_.end() && piece->first + piece->second == next->first) {
@@ -123,6 +124,7 @@ class Buffers {
   std::mutex& mutex() { return mutex_; }
 
  private:
+  // kReserved is address space only (16 GiB); pages are taken when they are first written. kKept: 256 MiB.
   static constexpr size_t kPage = 4096, kReserved = size_t(1) << 34, kKept = size_t(1) << 28;
 
   std::mutex mutex_;
@@ -145,6 +147,7 @@ Tensor tensor_over(Memory memory, const std::vector<int64_t>& sizes, ScalarType 
   STABLE_TORCH_ERROR_CODE_CHECK(torch_from_blob(
       memory.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, shim_type(type),
       aoti_torch_device_type_cpu(), -1, &tensor, aoti_torch_layout_strided(), nullptr, 0, free_it, nullptr));
+  // From here on, the tensor's deleter frees the memory.
   (void)memory.release();
   return Tensor(tensor);
 }
@@ -163,6 +166,8 @@ Memory kept_memory(size_t num_bytes) {
 extern "C" __attribute__((visibility("default"))) bool meshrec_keep_buffers() {
   if (torch_from_blob == nullptr) return false;
   static const int registered =
+      // A child forked while another thread holds the mutex could never lock it. So fork waits for the mutex,
+      // and both processes release it.
       pthread_atfork([] { buffers().mutex().lock(); }, [] { buffers().mutex().unlock(); },
                      [] { buffers().mutex().unlock(); });
   return registered == 0 && buffers().open();

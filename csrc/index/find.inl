@@ -91,6 +91,7 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
   const Words key = *reinterpret_cast<const WordsMemory*>(keys), last = columns.words[7];
   const Words header = last >> 56, extra = header >> 3, count = header & 7, key_bits = ~Words{} >> extra;
   Words entry = Words{} + 7, low = {};
+  // `low` must be the word of the first equal entry.
   // From last to first, because words past the last entry are undefined.
 #pragma GCC unroll 7
   for (uint64_t e = 7; e-- > 0;) {
@@ -178,6 +179,8 @@ int64_t find_behind(const Compare& compare, const uint64_t* keys, uint64_t* buck
                     int64_t most_turns, uint32_t* displaced, int64_t count, int64_t* slots) {
   int64_t num_absent = 0;
   const auto request_next = [&](uint32_t place, int64_t& next) {
+    // Buckets of a shard are adjacent. A hash index has kReach spare buckets after the last home, so only a
+    // keyed table needs `end`.
     buckets[place] += 64;
     if (buckets[place] == end) return void(++num_absent);
     __builtin_prefetch(bucket_of(buckets[place]), 0, 3);
@@ -218,6 +221,7 @@ inline void request_rows(const RowsAhead& rows, const int64_t* slots, int64_t co
 template <typename Begin, typename Compare>
 inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t count, uint64_t end,
                         int64_t most_turns, int64_t* slots, RowsAhead rows) {
+  // On the stack: 20 bytes per ID, 40 KiB in all.
   alignas(64) uint64_t keys[kMaxFound], buckets[kMaxFound];
   uint32_t displaced[kMaxFound + kKeys];
   uint32_t* displaced_end = displaced;
@@ -231,6 +235,7 @@ inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t coun
 #pragma GCC unroll 8
     for (int k = 0; k < kKeys; ++k) __builtin_prefetch(bucket_of(buckets[i + k]), 0, 3);
   };
+  // Fills the pipeline: from here on, a group is started whenever a group is compared.
   for (int64_t i = 0; i < std::min(count, kAhead); i += kKeys) begin_at(i);
   int64_t num_absent = 0;
   for (int64_t i = 0; i < count; i += kKeys) {
@@ -265,5 +270,6 @@ int64_t find(const FindArgs& args) {
   };
   const auto compare_all = [](const uint64_t* keys, const uint64_t* buckets)
                                __attribute__((always_inline)) { return compare(keys, buckets); };
+  // No bucket has address 0, so `end` is never reached: kReach limits the search.
   return find_all(begin, compare_all, a.count, 0, kReach - 1, a.slots, a.rows);
 }

@@ -10,6 +10,8 @@
 namespace meshrec::index {
 
 struct Header {
+  // num_slots: slots [0, num_slots) are in use or free. slot_capacity: slots that the memory holds.
+  // max_slots: limit on growth. lowest_free: summary words before this one are 0.
   int64_t num_live, num_slots, max_slots, shard_bits, bucket_capacity, slot_capacity, lowest_free, unused;
   ShardState shards[];
 };
@@ -28,6 +30,7 @@ class FreeSlots {
     summary_[word / 64] |= uint64_t(1) << (word % 64);
     header_.lowest_free = std::min(header_.lowest_free, word / 64);
   }
+  // Leaves lowest_free, which is only a lower bound.
   void take(int64_t slot) {
     const int64_t word = slot / 64;
     if ((words_[word] &= ~(uint64_t(1) << (slot % 64))) == 0)

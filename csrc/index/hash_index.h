@@ -104,6 +104,7 @@ class Index {
   Status insert(const int64_t* ids, int64_t count, const int64_t* given, int64_t* slots) {
     for (int64_t i = 1; i < count; ++i)
       if (ids[i] <= ids[i - 1]) return kNotAscending;
+    // Free slots are used up before the number of slots grows.
     const int64_t num_free = header_.num_slots - header_.num_live;
     const int64_t num_slots = given != nullptr && count > 0
                                   ? *std::max_element(given, given + count) + 1
@@ -111,6 +112,7 @@ class Index {
     if (num_slots > header_.max_slots) return has_any(ids, count, slots) ? kPresent : kFull;
     const int extra =
         std::max<int>(0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - kMinSlotBits);
+    // All shards make room before anything is written, so a failure here needs no undo.
     const Partition parts = partition_ids(ids, count);
     if (!for_shards(count, [&](size_t s) {
           return shards_[s].prepare(parts.starts[s + 1] - parts.starts[s], extra);
@@ -124,6 +126,8 @@ class Index {
       ends[s] = insert_into(s, parts, slots, extra, done[s]);
       return ends[s] == Inserted::kDone;
     });
+    // Tags of free slots are never read, and a shard that grew holds the same keys. So an undo only removes
+    // the new keys and frees the slots.
     header_.num_live += count;
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
@@ -150,6 +154,7 @@ class Index {
       places[next++] = i;
     }
     if (next < args.num_absent) return false;
+    // Distinct IDs are in ascending order, so the slots do not depend on the order of IDs in the batch.
     const auto [distinct, positions] = index_unique(absent);
     const int64_t count = args.num_assigned = distinct.numel();
     int64_t *const slots = args.assigned + args.num_absent, *const counts = slots + args.num_absent;
@@ -169,6 +174,7 @@ class Index {
   Status remove(const int64_t* ids, int64_t count, int64_t* slots) {
     find(ids, count, slots);
     if (std::any_of(slots, slots + count, [](int64_t slot) { return slot < 0; })) return kAbsent;
+    // Marking comes first: it finds repeated slots while nothing has changed.
     if (!mark_free(slots, count)) return kRepeats;
     const Partition parts = partition_ids(ids, count);
     for_parts(parts, [&](Shard& shard, int64_t i, int64_t home) { shard.remove(home, parts.keys[i]); });
@@ -201,6 +207,7 @@ class Index {
   Status ids_of(const int64_t* slots, int64_t count, int64_t* ids) const {
     if (!all_live(slots, count)) return kFree;
     parallel_for(count, kGrainIds, [&](int64_t begin, int64_t end) {
+      // Two prefetch distances: a tag is read to know which bucket to prefetch.
       std::pair<const Shard*, int64_t> homes[kAhead];
       const auto begin_one = [&](int64_t i) __attribute__((always_inline)) {
         const uint64_t tag = tag_of(slots[i]);
@@ -397,6 +404,8 @@ class Index {
     for (int turn = 0; !for_keys(shard, parts.keys.get(), begin + done, parts.starts[s + 1], insert_one);
          ++turn) {
       // prepare() may change homes.
+      // Too many keys have homes nearby, so a larger shard spreads them. After four turns, the caller reports
+      // kCrowded.
       if (last == Inserted::kPresent || turn == 4 || !shard.prepare(more, extra)) break;
       more *= 2;
     }

@@ -81,6 +81,7 @@ class KeyedTable {
     int64_t num_absent = 0;
     for (int64_t i = begin; i < end; i += kMaxFound)
       num_absent += find_some(batch, i, std::min(end, i + kMaxFound), i == begin, slots + (i - begin));
+    // Added rows are few, so a binary search for the IDs that the main table lacks is enough.
     if (num_absent > 0 && num_added_ > 0)
       for (int64_t i = begin; i < end; ++i)
         if (slots[i - begin] < 0) slots[i - begin] = added_slot(int64_t(mix(uint64_t(batch.id(i)), seed_)));
@@ -164,6 +165,8 @@ class KeyedFinder : public RowFinder {
       if (slots[others[k]] == kUnknown) unknown.push_back(batch_.id(begin + others[k])), places.push_back(k);
     beside.reset(new char[(count + 1) * rows.row_bytes]);
     const int64_t bytes = reinterpret_cast<intptr_t>(beside.get()) - reinterpret_cast<intptr_t>(rows.data);
+    // `rest` has the sign of `bytes`: memory may be before or after the table. `skipped` bytes make the
+    // distance a whole number of rows; one more row than needed was allocated for them.
     const int64_t rest = bytes % rows.row_bytes;
     const int64_t skipped = rest == 0 ? 0 : rest < 0 ? -rest : rows.row_bytes - rest;
     char* const target = beside.get() + skipped;
@@ -210,6 +213,7 @@ class IndexFinder : public RowFinder {
       : batch_(batch), index_(index), mix_seed_(mix_seed), rows_(rows), num_absent_(num_absent) {}
 
   bool find(int64_t begin, int64_t end, int64_t* slots, std::unique_ptr<char[]>&) const override {
+    // Once an ID is absent, the result will not be read, so all threads stop early.
     if (num_absent_ > 0) return false;
     const int64_t absent = index_.find_some({.ids = static_cast<const int64_t*>(batch_.ids(begin)),
                                              .count = end - begin,
@@ -249,6 +253,8 @@ Tensor keyed_forward(std::vector<Tensor> weight_list, std::vector<int64_t> bits,
   Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);
+  // Deques, because finders keep references to the tables, and lookups to the finders: elements must not
+  // move.
   std::deque<KeyedTable> own_tables;
   std::deque<KeyedFinder> finders;
   alignas(64) static char nowhere;  // rows outside an empty table are counted from this address

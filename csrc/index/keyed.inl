@@ -32,6 +32,7 @@ inline GroupFound compare_rows(const uint64_t* keys, const uint64_t* buckets, ui
   Words entry = Words{} + 7;
 #pragma GCC unroll 7
   for (uint64_t e = 7; e-- > 0;) entry = columns.words[e + 1] == key ? Words{} + e : entry;
+  // A key above the last key of its bucket may be in the next bucket. Below that, it would be in this bucket.
   const auto is_missing = entry == 7,
              is_displaced = is_missing & ((SignedWords)columns.words[7] < (SignedWords)key);
   const Words rows = columns.words[0] + entry;

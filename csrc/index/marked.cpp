@@ -57,6 +57,7 @@ Tensor marked_range(Tensor values, std::optional<Tensor> marks) {
       int64_t number = 0;
       for (int64_t i = begin; i < end; ++i) {
         const bool counts = is_marked(i);
+        // Selections instead of branches, because marks may be unpredictable.
         least = std::min(least, counts ? value[i] : least);
         greatest = std::max(greatest, counts ? value[i] : greatest);
         number += counts;
@@ -86,6 +87,7 @@ Tensor marked_histogram(Tensor values, std::optional<Tensor> marks, int64_t base
     const uint64_t first = uint64_t(base >> shift);
     const auto add = [&](int64_t begin, int64_t end, int64_t* counts, int64_t lanes) {
       for (int64_t i = begin; i < end; ++i) {
+        // A value below the base wraps around to a large number, so a single comparison checks both ends.
         const uint64_t digit = uint64_t(int64_t(value[i]) >> shift) - first;
         if (is_marked(i) && digit < uint64_t(size)) ++counts[lanes * int64_t(digit) + (i & (lanes - 1))];
       }

@@ -49,12 +49,14 @@ int64_t scan(const ScanArgs& args) {
   for (int64_t begin = a.begin; begin < a.end; begin += kScanned) {
     found.count = 0;
     for (int64_t b = begin; b < std::min(begin + kScanned, a.end); ++b) {
+      // The smallest key that bucket b may hold, as in Shard::base.
       const int64_t first = std::max<int64_t>(0, b - kReach + 1);
       const uint64_t fraction = uint64_t(first) * (first < a.moved ? a.before_step : a.after_step);
       add_candidates(a.buckets + 64 * b, a.first_key | fraction >> a.shard_bits, a.seed, a.most, found);
     }
     for (int64_t i = 0; i < found.count; ++i) {
       a.ids[listed] = int64_t(found.ids[i]), a.slots[listed] = int64_t(found.slots[i]);
+      // Always written, kept only if marked: without a branch on unpredictable marks.
       listed += a.marks[found.slots[i]];
     }
   }

@@ -20,8 +20,11 @@ bool Shard::prepare(int64_t more, int slot_extra) {
 }
 
 void Shard::grow(int64_t wanted, int slot_extra) {
+  // Invariant: homes of fractions from `boundary_` on are among `after_` buckets, all others among `before_`
+  // buckets. move_down() lowers p, and with it the boundary.
   while (num_buckets() < wanted) {
     if (moved_ == 0 || before_ == after_) {
+      // At p = 0, every home is among the new buckets: this growth is complete, and the next may start.
       if (moved_ == 0) state_->before = after_;
       state_->after = std::max(after_ + after_ / 8, wanted);
       state_->moved = state_->before;
@@ -43,6 +46,7 @@ void Shard::move_down(int64_t target, int slot_extra) {
   for (int64_t b = target; b < after_ + kReach; ++b) {
     const bool passes_on = buckets_[b].full();
     take_all(b, entries);
+    // Keys with old homes below p reach beyond bucket p - 1 only through full buckets.
     if (b + 1 >= moved_ && !passes_on) break;
   }
   state_->moved = target;
@@ -85,6 +89,8 @@ void Shard::widen(int64_t b, int slot_extra) {
 Inserted Shard::insert(int64_t b, Entry carried, int slot_extra) {
   int64_t last = b;
   // Every full bucket from the key's home on will pass a key on.
+  // A first pass without changes: it finds where the chain of full buckets ends, and that no key would move
+  // too far.
   for (; buckets_[last].full(); ++last)
     if (last + 1 - home(std::max(carried.key, get(last, kEntries - 1).key)) >= kFarthest)
       return Inserted::kCrowded;
@@ -121,6 +127,7 @@ void Shard::remove_at(Place place) {
     // The key that this bucket had passed on comes back.
     if (!was_full || buckets_[b + 1].count() == 0) return;
     const Entry back = get(b + 1, 0);
+    // The first key of the next bucket is at home there, so it was not passed on.
     if (home(back.key) > b) return;
     widen(b, buckets_[b + 1].extra());
     bucket.insert(kEntries - 1, back);

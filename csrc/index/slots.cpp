@@ -31,6 +31,7 @@ void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const 
     const int64_t bound = num_rows(size_t(k));
     bool all_inside = true;
     for (int64_t i = begin; i < end; ++i) all_inside &= uint64_t(slot[i]) < uint64_t(bound);
+    // Ends by an exception at the first slot that is outside.
     for (int64_t i = begin; !all_inside; ++i) check_slot(slot[i], bound);
     work(size_t(k), slot, begin, end);
   };
@@ -108,6 +109,8 @@ std::tuple<Tensor, Tensor> release_slots(std::vector<Tensor> pins, std::vector<T
     const auto* const slot = static_cast<const int64_t*>(list.const_data_ptr());
     for (int64_t i = 0, count = list.numel(); i < count; ++i) {
       check_slot(slot[i], bound);
+      // A row that was evicted while batches in flight read it keeps its slot until the last of them releases
+      // it.
       if (--pin[slot[i]] == 0 && !is_alive[slot[i]]) found[k].push_back(slot[i]);
     }
   });
@@ -152,6 +155,7 @@ int64_t first_left_of(const Kept& kept, ScalarType type, std::vector<int64_t>& p
       __builtin_prefetch(alive + slot[i + kAhead], 0, 3);
     }
     if (now[slot[i]] != score[i] || !alive[slot[i]]) {
+      // `over` counts outdated candidates at the front, which callers can drop for good.
       over += over == i;
     } else if ((stays[size_t(slot[i]) / 64] >> (slot[i] % 64) & 1) == 0) {
       positions.push_back(i);

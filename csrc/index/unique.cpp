@@ -46,6 +46,7 @@ void sort_part(Item* items, Item* spare, int64_t count, int bits) {
   if (count <= kFewItems) return insertion_sort(items, count);
   uint64_t any = 0;
   for (int64_t i = 1; i < count; ++i) any |= items[i].value ^ items[0].value;
+  // Higher bits that all items share need no pass.
   bits = std::min<int>(bits, std::bit_width(any));
   if (bits == 0) return;
   const int shift = std::max(0, bits - 16), low = (bits - shift) / 2, high = bits - shift - low;
@@ -77,6 +78,7 @@ std::vector<int64_t> distribute(const int64_t* ids, int64_t count, uint64_t leas
       chunks, [&](int64_t chunk) { for_chunk(chunk, [](int64_t, uint64_t, int64_t& number) { ++number; }); });
   std::vector<int64_t> starts(num_parts + 1, 0);
   int64_t position = 0;
+  // Positions by part, then by chunk: IDs in a part are in batch order, whatever the number of chunks.
   for (int64_t part = 0; part < num_parts; ++part) {
     starts[part] = position;
     for (auto& of_chunk : next) position += std::exchange(of_chunk[part], position);
@@ -119,6 +121,7 @@ Sorted sort_ids(const Tensor& given, const Work& work) {
   const int64_t count = given.numel();
   const auto [smallest, largest] = std::minmax_element(ids, ids + count);
   const uint64_t least = uint64_t(*smallest);
+  // Unsigned: the difference of two int64 values can exceed int64.
   const int bits = std::bit_width(uint64_t(*largest) - least);
   const int part_bits = int(std::clamp<int64_t>(std::bit_width(uint64_t(count / kPartItems)), 0,
                                                 std::min<int64_t>(kMaxPartBits, bits)));

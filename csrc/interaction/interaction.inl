@@ -72,6 +72,7 @@ void interact(const InteractionArgs& a) {
     std::memcpy(out, static_cast<const D*>(a.dense) + sample * a.dim, a.dim * sizeof(D));
     out += a.dim;
     for (int64_t first = 0; first < num_vectors; first += kPairRows) {
+      // Only pairs i < j are needed, so tiles left of the diagonal are skipped.
       for (int64_t column = (first + 1) / tile * tile; column < num_vectors; column += tile) {
         product_tile(columns, stride, a.dim, first, column, products);
       }
@@ -108,6 +109,7 @@ void interact_grad(const InteractionArgs& a) {
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2;
   float *vectors = a.scratch, *pairs = vectors + num_vectors * stride;
   float* out = pairs + (num_vectors + kPairRows) * pairs_stride;
+  // Once per chunk: all samples write the same elements, so padding and the diagonal stay 0.
   std::memset(a.scratch, 0, (out - a.scratch) * sizeof(float));
   for (int64_t sample = a.first; sample < a.last; ++sample) {
     const D *grad = static_cast<const D*>(a.grad) + sample * (a.dim + num_pairs), *next = grad + a.dim;
@@ -136,6 +138,7 @@ void interact_grad(const InteractionArgs& a) {
         const float* sums = out + (i - first) * stride;
         if (i == 0) {
           D* target = static_cast<D*>(a.grad_dense) + sample * a.dim;
+          // The dense vector is also copied to the output, so it gets that gradient as well.
           for (int64_t d = 0; d < a.dim; ++d) write(target + d, sums[d] + to_float(grad[d]));
         } else {
           copy_values(sums, a.dim, static_cast<S*>(a.grad_sparse) + (sample * a.num_sparse + i - 1) * a.dim);

@@ -19,6 +19,7 @@ static const Kernels* choose() {
     sets[2] = kernels_avx512();
 #endif
   const char* wanted = std::getenv("MESHREC_ISA");
+  // Sets are in ascending order. An unknown or unsupported MESHREC_ISA leaves the best one.
   const Kernels* best = sets[0];
   for (const Kernels* set : sets) {
     if (set == nullptr) continue;

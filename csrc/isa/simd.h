@@ -139,6 +139,7 @@ inline BFloat16 round_to(BFloat16*, float value, uint32_t noise, bool stochastic
   const uint32_t bits = as_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t(bits >> 16 | 0x40)};  // NaN stays NaN
   if ((bits & 0x7f800000) == 0x7f800000) return {uint16_t(bits >> 16)};
+  // Truncation after adding uniform noise rounds up with a probability equal to the discarded fraction.
   const uint32_t add = stochastic ? (noise & 0xffff) : 0x7fff + (bits >> 16 & 1);
   return {uint16_t((bits + add) >> 16)};
 }

@@ -50,6 +50,7 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
   const int64_t chunks = std::clamp<int64_t>(count / kGrainBags, 1, threads);
   const auto chunk_begin = [&](int64_t chunk) { return count * chunk / chunks; };
   std::vector<int64_t> starts(chunks + 1, 0);
+  // A single chunk starts at 0, so its sum is not needed.
   if (chunks > 1) {
     parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {

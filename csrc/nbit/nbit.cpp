@@ -49,6 +49,7 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
       }
       const int64_t done = quantize(
           {rows, count, dim, given == nullptr ? nullptr : given + 2 * first, out + first * bytes, bytes});
+      // The minimum over threads: the error names the first such row.
       if (done < count) return atomic_min(bad_row, first + done);
     }
   });

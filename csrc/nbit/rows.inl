@@ -194,6 +194,7 @@ inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   uint8_t codes[kGroup];
   for (int k = 0; k < kGroup; k += kLanes) {
     const Vec code = (load(numbers + k) - bias) * inverse;
+    // Given parameters need not cover the row, and the fp16 scale is rounded, so codes can exceed the range.
     const Vec above = code < zero ? zero : code, clamped = above > top ? top : above;
     // Adding 2^23 rounds values this small to integers, ties to even.
     const Bits whole = (Bits)(clamped + 8388608.0f) & 255;
@@ -234,6 +235,7 @@ int64_t quantize(const QuantizeArgs a) {
     } else {
       choose_params(found, (1 << kBits) - 1, params);
     }
+    // A finite fp32 row may have a scale or bias beyond fp16's range.
     if (!found.finite || !is_finite(params[0]) || is_zero(params[0]) || !is_finite(params[1])) return row;
     std::memcpy(a.out + row * a.row_bytes, params, kParamBytes);
     bias[row] = to_vector(to_float(Half{params[1]}));

@@ -24,6 +24,8 @@ constexpr int kMaxFirstExponent = 64;  // maximum initial exponent
 constexpr int kMaxExponent = 256;
 constexpr int kMaxRemoved = 5;       // maximum number of tables removed and placed again together
 constexpr double kSwapShare = 0.05;  // share of moves that exchange two tables
+// Above -log(2^-53) = 36.7, the largest value that accepts() can draw: a worse change is rejected without a
+// logarithm.
 constexpr double kLargestLog = 37.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -57,7 +59,11 @@ class Annealer : public PlanState {
     while (steps <= kMaxDoublings && exponent << steps <= kMaxExponent) ++steps;
     for (int level = 0; level < kLevels; ++level) {
       const double at = static_cast<double>(level) / (kLevels - 1);
+      // The objective is a sum of power means over ranks, one per phase. As p rises, it approaches the exact
+      // objective, the sum of the maxima.
       set_exponent(exponent << (level * steps / kLevels));
+      // Temperatures are relative to the initial objective, divided by the number of ranks. The last level
+      // accepts only improvements.
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
       const double late = seconds * (level + 1) / kLevels;  // if time runs short, cools down faster
@@ -66,6 +72,7 @@ class Annealer : public PlanState {
         move();
       }
       rebuild();
+      // The margin ignores differences due to rounding.
       if (const double now = exact(); now < best_ * (1 - 1e-12)) {
         best_ = now;
         best_tables_ = tables_;
@@ -107,6 +114,7 @@ class Annealer : public PlanState {
     if (random_.below(2) == 0) return random_.below(num_ranks_);
     const int64_t phase = random_.below(p_.num_phases);
     if (hot_age_[phase]-- <= 0) {
+      // Finding the slowest rank reads all ranks, so the result is used for some more draws.
       hot_age_[phase] = num_ranks_ / 64;
       int64_t hottest = 0;
       for (int64_t rank = 1; rank < num_ranks_; ++rank)
@@ -127,6 +135,8 @@ class Annealer : public PlanState {
   void exchange(bool alone) {
     Unit* const one = some_unit(some_rank());
     work_ += 1;
+    // The pieces of such a table must stay on a single node; only the moves that place whole tables move
+    // them.
     if (one == nullptr || p_.scope[tables_[one->table].candidate] == kOneNode) return;
     Unit* other = nullptr;
     int64_t target = random_.below(num_ranks_ / one->span);
@@ -155,6 +165,7 @@ class Annealer : public PlanState {
       }
       const int64_t from = source * span + i, to = target * span + i;
       if (bytes_[to] + bytes > room && bytes > 0) return;
+      // A rank may already exceed the limit: moves that do not add bytes to it are still allowed.
       if (bytes_[from] - bytes > room && bytes < 0) return;
       change += shifted(from, gain, -1.0, new_[2 * i]) + shifted(to, gain, 1.0, new_[2 * i + 1]);
     }
@@ -180,6 +191,7 @@ class Annealer : public PlanState {
     const size_t from = one->amounts + random_.below(one->span), to = random_.below(placed.amounts.size());
     if (from == to) return;
     const double amount = placed.amounts[from] * random_.uniform() * (random_.below(2) ? 0.5 : 0.05);
+    // Amounts are relative to an even part.
     if (placed.amounts[from] - amount < p_.least[one->group]) return;
     const Unit& other = placed.units[to / one->span];
     const int64_t source = static_cast<int64_t>(one->place) * one->span + (from - one->amounts);
@@ -311,6 +323,8 @@ class Annealer : public PlanState {
     if (!(slope[phase] > 0)) return;
     const double least = p_.least[unit.group];
     const Load* const below = load_.data() + static_cast<int64_t>(unit.place) * unit.span;
+    // Water filling: all ranks rise to a common height, except those already above it, which get the minimum.
+    // Every turn excludes more ranks and lowers the height, until none is left to exclude.
     double total = 0, height = kInfinity;
     for (int32_t i = 0; i < unit.span; ++i) total += sizes[i];
     for (bool is_settled = false; !is_settled;) {
@@ -383,6 +397,7 @@ class Annealer : public PlanState {
       begin = random_.below(num_ranks_ / node_size_) * node_size_;
       end = begin + node_size_;
     }
+    // Two pieces of a table must not be on the same rank.
     std::fill(taken_.begin(), taken_.end(), 0);
     Load sum = sum_;
     for (int64_t group = p_.piece_start[candidate]; group < p_.piece_start[candidate + 1]; ++group) {

@@ -39,6 +39,7 @@ class Random {
     state_[3] = rotate(state_[3], 45);
     return result;
   }
+  // Needs count <= 2^32.
   int64_t below(int64_t count) { return static_cast<int64_t>((next() >> 32) * count >> 32); }
   double uniform() { return (next() >> 11) * 0x1.0p-53; }
 
@@ -143,6 +144,7 @@ class PlanState {
       double most = 0, largest = 0;
       for (const auto& load : load_) most = std::max(most, load[k]);
       for (const auto& load : group_load_) largest = std::max(largest, load[k]);
+      // Loads are divided by the largest one, so their powers do not overflow.
       size_[k] = std::max(most, 1e-3 * largest + 1e-30);
       scale_[k] = 1 / size_[k];
     }
@@ -169,6 +171,8 @@ class PlanState {
 
   void update_weights() {
     norm_ = norms(sum_);
+    // The derivative of a norm by its sum of powers. shifted() and cost_at() use it for a first-order change
+    // of the objective.
     for (int k = 0; k < kPhases; ++k) weight_[k] = norm_[k] / (std::max(sum_[k], 1e-9) * exponent_);
   }
 
@@ -292,6 +296,7 @@ class PlanState {
 
   void unlist(const Unit& unit) {
     auto& entries = on_rank_[static_cast<int64_t>(unit.place) * unit.span];
+    // Moves the last entry to the gap, and tells its unit the new position: constant time.
     const Entry last = entries.back();
     entries[unit.on_rank] = last;
     tables_[last.first].units[last.second].on_rank = unit.on_rank;
@@ -300,12 +305,15 @@ class PlanState {
 
   const Problem& p_;
   const int64_t num_ranks_, node_size_;
+  // By rank. power_: `raised` loads as of the last settle; sum_: their sum over ranks.
   std::vector<Load> load_ = std::vector<Load>(num_ranks_, Load{}), power_ = load_;
   std::vector<double> bytes_ = std::vector<double>(num_ranks_, 0.0);
   std::vector<std::vector<Entry>> on_rank_ = std::vector<std::vector<Entry>>(num_ranks_);
   std::vector<Placed> tables_ = std::vector<Placed>(p_.type.tensor.numel());
+  // [tables, ranks]: whether a rank has a piece of the table.
   std::vector<uint8_t> holds_;
   std::vector<Load> group_load_, group_fixed_;
+  // size_: load that counts as 1; scale_: its inverse. Both change only in set_exponent.
   Load scale_{}, size_{}, sum_{}, norm_{}, weight_{};
   double common_ = 0, common_bytes_ = 0;
   int exponent_ = 1;

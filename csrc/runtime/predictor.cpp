@@ -251,6 +251,7 @@ std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load(const std::string&
                                                               std::size_t num_runners) {
   static std::mutex loading;
   const std::lock_guard lock(loading);
+  // The lock keeps the two listings apart from another load: every new folder is from this one.
   const auto before = extracted();
   auto loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
       path, "model", /*run_single_threaded=*/false, num_runners);
@@ -275,6 +276,7 @@ struct Predictor::State {
     loader = load(folder + "/program.pt2", options.num_runners);
   }
 
+  // Destroyed in reverse order: the loader and the tensors must go before the memory that they read.
   Layout layout;
   Memory file;
   std::vector<at::Tensor> weights;
@@ -329,6 +331,7 @@ std::vector<float> Predictor::predict(const float* dense, std::int64_t batch,
     inputs.push_back(tensor(given[f].lengths, {batch}, at::kLong));
   }
   at::Tensor scores = state_->loader->run(inputs).at(0).contiguous();
+  // After the run: pages may be lost while the program reads them.
   state_->file.check();
   const float* data = scores.const_data_ptr<float>();
   return {data, data + scores.numel()};

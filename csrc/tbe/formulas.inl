@@ -79,7 +79,9 @@ template <bool kRowState, bool kLamb>
 inline void step_by_moments(float* __restrict w, const float* __restrict g, float* __restrict exp_avg,
                             float* __restrict exp_avg_sq, int64_t dim, const Step& step) {
   const Hyper& h = step.hyper;
+  // LAMB adds decoupled decay to the direction, before the trust ratio scales both.
   const float l2 = step.l2(), keep = kLamb ? 1.0f : step.keep();
+  // Row-wise state: a single second moment for the row, the mean over its columns.
   float row_denominator = 0;
   if constexpr (kRowState) {
     exp_avg_sq[0] = h.beta2 * exp_avg_sq[0] + h.fresh2 * mean_square(g, w, dim, step);
@@ -133,6 +135,7 @@ inline void step_row(Code<kFTRL>, float* __restrict w, const float* __restrict g
   for (int64_t d = 0; d < dim; ++d) {
     const float x = g[d] + l2 * w[d], total = sum[d] + x * x;
     const float root = __builtin_sqrtf(total);
+    // x^2 / (sqrt(total) + sqrt(sum)) is sqrt(total) - sqrt(sum) without cancellation. 1e-37 avoids 0 / 0.
     const float z = linear[d] + (x - x * x / (root + __builtin_sqrtf(sum[d]) + 1e-37f) / h.lr * w[d]);
     sum[d] = total;
     linear[d] = z;
@@ -148,6 +151,7 @@ inline void step_row(Code<kRowWiseRMSpropAR>, float* __restrict w, const float* 
   const float l2 = step.l2();
   sum[0] = h.beta2 * sum[0] + h.fresh2 * mean_square(g, w, dim, step);
   const float rate = h.lr / (__builtin_sqrtf(sum[0]) + h.eps);
+  // 0: the row has never been updated.
   const float now = float(h.step), gap = prev_iter[0] == 0 ? 1.0f : now - prev_iter[0];
   prev_iter[0] = now;
   const float shrinkage = 1.0f - h.lr * h.ar_alpha * gap;

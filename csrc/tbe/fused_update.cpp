@@ -111,12 +111,14 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   };
   const auto* means = mean.has_value() ? static_cast<const float*>(mean->const_data_ptr()) : nullptr;
   const int64_t num_tables = weights.tensors.size();
+  // State tensors are ordered by slot, then by table.
   const auto slot_data = [&](int64_t slot, int64_t table) {
     return slot < shape.num_slots ? states[slot * num_tables + table] : nullptr;
   };
   const auto update = [&](int64_t index) {
     const Range& range = runs.ranges[index];
     const TableRuns& table = runs.tables[range.table];
+    // Sorted runs come from tbe_row_squares, which has sorted the ranges in place.
     UpdateArgs args{.runs = runs.arguments(index, task_scratch(table.dim), !sorted),
                     .weight = weights.data[table.table],
                     .state0 = slot_data(0, table.table),
@@ -127,6 +129,8 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                     .row_keys = keys_of(table.table),
                     .first_row = origin(table.table, 0),
                     .first_column = origin(table.table, 1)};
+    // With column splits, the caller gives the width of the whole row, over which row-wise optimizers
+    // average.
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
     kernels().update[optimizer][weights.types[table.table]](args);
   };

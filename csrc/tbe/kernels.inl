@@ -306,6 +306,8 @@ void update_rows_of(const UpdateArgs& args) {
 template <int kOptimizer, typename Weight>
 void update(const UpdateArgs& a) {
   if constexpr (sizeof(Weight) == sizeof(float) && (kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad)) {
+    // The specialized loops have neither L2 decay nor row_stats, and compute a mean only over the local
+    // columns.
     const bool own_mean = a.mean_squares != nullptr || a.hyper.row_dim == double(a.runs.dim);
     const bool plain = a.hyper.decay_mode != kL2 && a.row_stats == nullptr && own_mean;
     switch (plain ? a.runs.dim : 0) {

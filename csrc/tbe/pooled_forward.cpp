@@ -41,6 +41,7 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, con
     kernels().gather[type][is_wide]({weight, row_bytes, lookup.dim, ids, last - first, target});
     return;
   }
+  // Kernels index IDs by batch position, and `slots` starts at the piece's first position.
   const void* by_position = slots != nullptr ? slots - first : batch.ids(0);
   kernels().pool[type][is_wide](
       {weight, row_bytes, lookup.dim, by_position, batch.bags + piece.first_bag, batch.sample_weights,
@@ -93,6 +94,7 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
       const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
       if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
         return atomic_min(bad_id, piece.lookup);
+      // The kernel overwrites `out`, so the sum from earlier features is saved and added back.
       std::vector<float> before;
       if (again) before.assign(out + first, out + last);
       const int64_t row = piece.first_bag - lookup.first_bag;
@@ -118,6 +120,8 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
   auto* count = static_cast<int64_t*>(counts.mutable_data_ptr());
   for (const Lookup& lookup : batch.lookups) {
     if (lookup.table < 0) continue;
+    // Features may share a key: an ID is counted for each feature, and set to 0 if it is outside one of the
+    // tables.
     const int64_t rows = num_rows.at(lookup.table);
     if (ids_fit(batch, lookup.first_id, lookup.num_ids, rows)) continue;
     for (int64_t i = lookup.first_id; i < lookup.first_id + lookup.num_ids; ++i) {

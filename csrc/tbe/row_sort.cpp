@@ -9,6 +9,7 @@ namespace meshrec {
 
 namespace {
 
+// 2048 counters per pass: 8 KiB, so the counters for all passes stay in the L1 cache.
 constexpr int kMaxDigitBits = 11;
 constexpr uint32_t kMaxCountedRows = 2048;
 
@@ -61,6 +62,7 @@ const Pair* counting_sort(const Pair* pairs, Pair* spare, int64_t count, uint32_
   for (uint32_t row = 0; row < end; row += 4) {
     uint64_t four;
     std::memcpy(&four, counts + row, sizeof(four));
+    // Counters do not carry into each other: every sum is at most `count`, which fits 16 bits.
     const uint64_t sums = four * kEach, starts = (sums << 16) + position * kEach;
     std::memcpy(counts + row, &starts, sizeof(starts));
     position += sums >> 48;
@@ -79,6 +81,7 @@ const Pair* sort_by_row(Pair* pairs, Pair* spare, int64_t count, uint32_t first_
   if (num_rows <= kMaxCountedRows && num_rows <= 8 * count && count <= UINT16_MAX)
     return counting_sort(pairs, spare, count, first_row, num_rows);
   const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
+  // For few pairs, clearing and adding up the counters would take longer than the passes.
   // At most about as many counters as pairs.
   const int most_bits = std::clamp<int>(std::bit_width(uint64_t(count)) - 1, 8, kMaxDigitBits);
   const int passes = (bits + most_bits - 1) / most_bits;

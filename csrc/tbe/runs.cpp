@@ -114,6 +114,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   make_ranges();
   if (use == kSaved) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
   allocate(row_stats != nullptr, use == kSaved);
+  // Waves in a lane share memory, so they are filled one after another (for_ranges_in_waves).
   if (use != kInWaves)
     parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
 }
@@ -179,6 +180,8 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     if (lookup.table < 0) continue;
     if (lookup.table >= int64_t(num_rows.size()))
       fail("feature ", lookup.feature, " reads table ", lookup.table, " of ", num_rows.size(), ".");
+    // Tables in the order of their first lookup: features that share a table share its runs, so a row is
+    // updated once.
     if (index[lookup.table] < 0) {
       index[lookup.table] = tables.size();
       tables.push_back({.table = lookup.table, .num_rows = num_rows[lookup.table], .dim = lookup.dim});
@@ -274,6 +277,7 @@ std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
   std::exclusive_scan(next.begin(), next.end(), next.begin(), 0u);
   for (int64_t stream = 0; stream < num_streams; ++stream)
     for (int64_t part = 0; part < num_parts; ++part)
+      // Within a part: by chunk, then by stream, which is the order in the batch. So the partition is stable.
       next[part] += std::exchange(counts[stream * num_parts + part], next[part]);
   return next;
 }
@@ -431,6 +435,7 @@ void Runs::pack_slots(const Batch& batch, const Chunk& chunk, const float* grad,
       const char* ahead = reinterpret_cast<const char*>(row + kRowsAhead * lookup.out_stride);
       for (size_t byte = 0; byte < table.dim * sizeof(float); byte += 64) __builtin_prefetch(ahead + byte);
       float* copy = table.packed + (chunk.first_grad + bag - chunk.first_bag) * table.dim;
+      // Saved runs include the packed rows.
       if (!is_loaded_) std::memcpy(copy, row, table.dim * sizeof(float));
       row = copy;
     }
