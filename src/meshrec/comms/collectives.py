@@ -327,6 +327,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
             work = _start_collective(start, received, sent.view(-1), group)
     except RuntimeError as error:
         raise _collective_error(error, name, group) from error
+    # A view, so the collective fills the result in place.
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
     if recorders and not recorders[0].overlap:
         started.wait()
@@ -346,6 +347,7 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
     """
     if _traffic and axis.group is not None and axis.size > 1:
         # A ring all-reduce sends every element twice, in shares of 1 / size.
+        # _count_bytes leaves out the rank's own share, which gives 2 * numel * (size - 1) / size.
         share = 2 * tensor.numel() // axis.size
         _count_bytes(name, tensor, [share] * axis.size, axis.rank)
     _run_on_tensor(lambda part: dist.all_reduce(part, group=axis.group, async_op=True), tensor, axis, name)
@@ -599,6 +601,7 @@ def _silent_peers(ranks: list[int]) -> str:
             while silent and time.monotonic() < deadline:
                 for rank in list(silent):
                     if store.check([f"meshrec/failed/{rank}"]):
+                        # The main thread reads the list only after this thread has ended, or ignores it.
                         silent.remove(rank)
                 time.sleep(0.05)
         except RuntimeError as error:

@@ -138,6 +138,7 @@ class DenseGradients:
         if not self.adds_in_order:
             # The same operations in the same order as DistributedDataParallel without a hook, for equal bits.
             buffer.mul_(1 / self._axis.size)
+        # NCCL adds in this dtype: the scaling above keeps the sum in range. CPU ranks add in fp32.
         sent = buffer if self.dtype is None else buffer.to(self.dtype)
         # NCCL: a plain all-reduce of the scaled gradients.
         if not self.adds_in_order:
@@ -180,6 +181,7 @@ class DenseGradients:
             # The means may be in another tensor or dtype than DDP's buffer.
             if mean is not bucket.buffer:
                 bucket.buffer.copy_(mean)
+            # A late bucket's future was set in ``start``, when DDP must not wait.
             if not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
 

@@ -75,6 +75,7 @@ class RowEncoding(NamedTuple):
         if len(distinct) == 1:
             only = distinct.pop()
             return cls(only.unit, only.kernel_dtype, only.is_cast)
+        # Different formats share only bytes as a common unit.
         return cls(torch.uint8 if distinct else torch.float32, torch.float32, not distinct)
 
     def units(self, columns: Columns) -> int:

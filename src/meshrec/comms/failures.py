@@ -295,6 +295,7 @@ def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
     return {
         rank: entry.error()
         for rank, entry in _announcements(ranks).items()
+        # A rank that failed later has started every collective for which this rank may wait.
         if entry.failed_at[-1] < FailureState.num_started
         and entry.failed_at[-1] not in FailureState.failed_at
         and not entry.is_lost

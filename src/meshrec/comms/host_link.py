@@ -150,6 +150,8 @@ class Reading:
                 link.functions["skip"](link.handle, self.number)
             raise
         # The outcome is the number of messages which some peer has not read yet.
+        # Exchanges are numbered in the order in which they start, so unread messages are always the latest in
+        # the deque.
         while len(link.sent) > outcome:
             link.sent.popleft()
 
@@ -245,6 +247,7 @@ class HostLink:
         # An empty tensor with the dtype; `Reading.wait` allocates the memory.
         if result is None:
             result = message.new_empty(0)
+        # From here on, the caller owns the exchange. If it drops the object, _skip_dropped() notices.
         reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
         # Usually few exchanges are in flight, so the search costs nothing.
         if len(self._in_progress) >= _MANY:
@@ -339,6 +342,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
         link.ranks = dist.get_process_group_ranks(group)
         _open_links.add(link)
         # Runs when the group is collected, or at exit.
+        # Not atexit, which processes started by multiprocessing skip.
         multiprocessing.util.Finalize(group, link.close, exitpriority=0)
     return link
 
@@ -375,6 +379,7 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
         refusal = str(error)
     # All ranks must decide alike, so exchange the reasons before anybody joins.
     hosts, addresses, refusals = _gather_items(group, (_host(), link and link.address, refusal))
+    # Equal on all ranks, because it is computed from gathered values: all enter the second exchange, or none.
     is_one_host = len(set(hosts)) == 1
     if link is not None and is_one_host and not any(refusals):
         try:

@@ -108,6 +108,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     if listener is None and rank == 0:
         return None
     # The store takes over the socket, so the descriptor must stay open.
+    # Ranks other than 0 connect, and pass no socket.
     descriptor = None if listener is None else listener.detach()
     return TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=descriptor)
 

@@ -205,6 +205,7 @@ class _Job:
             _wait(self._receiving)
             terms = [self._terms[rank] for rank in range(self._size)]
             pieces = zip(*(term.split(_BLOCK) for term in terms), strict=True)
+            # Writes to ``mean`` directly: it is this rank's share, or everything with two ranks.
             for target, piece in zip(self._target.split(_BLOCK), pieces, strict=True):
                 operators.average_ranks(target, list(piece), self._size)
             if self._size > 2:

@@ -167,6 +167,7 @@ class CodedRows(WireFormat):
         # Half a quantization step. The range is at most 2 * max_abs; 2^-10 covers rounding of scale (16
         # bits), midpoint and value (fp32). Stochastic rounding errs by up to a whole step.
         steps = (1 << self._bits - 1) - 1
+        # Rows with a tiny range get the minimum scale.
         step = max(max_abs / steps * (1 + 2**-10), 2 * ops.MIN_SCALE)
         return step if self.stochastic else step / 2
 

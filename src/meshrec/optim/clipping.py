@@ -148,6 +148,7 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
     if not norms:
         return None
     device = norms[0].device
+    # The p-norm of partial p-norms is the p-norm of all elements, for any division of the elements.
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     # Multiply by 1 instead of branching on the norm: a branch would make the host wait for the GPU.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -128,6 +128,7 @@ def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> Optimize
         name = _ALIASES.get(key, key)
         if name not in fields:
             raise ValueError(f"{spec.__name__} has no argument {key!r}, allowed are {sorted(fields)}.")
+        # For example "lr" and "learning_rate", which are aliases.
         if name in arguments:
             raise ValueError(f"{spec.__name__}: {name} is given twice, as {key!r} too. Leave one out.")
         arguments[name] = value

@@ -144,6 +144,7 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
             "apply_optimizer_in_backward.",
             name,
         )
+    # Not reached after the error: the next step of the same optimizer raises it again.
     _checked.add(optimizer)
 
 
@@ -165,6 +166,7 @@ def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
         arguments = getattr(parameter, _TORCH_ARGUMENTS)[0]
         if spec is None:
             return from_torch(classes[0], arguments)
+        # The same choice recorded by both functions is not a conflict.
         with contextlib.suppress(ValueError):  # no fused equivalent: reported as a conflict below
             if spec == from_torch(classes[0], arguments):
                 return spec

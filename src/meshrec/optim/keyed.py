@@ -181,6 +181,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             self.drop_state(created)
             raise
         # Everything was checked above, before the first value changes.
+        # Read again: ``create_state`` may have added tensors.
         for name, slots in self._named_state().items():
             fill_slots(slots, new_state[name])
         for group, values in groups:
@@ -364,6 +365,7 @@ class CombinedOptimizer(KeyedOptimizer):
                         "Give one a prefix: (prefix, optimizer)."
                     )
                 # A shared parameter would be updated twice per step.
+                # Tensors hash by identity, so equal values in different parameters are not a conflict.
                 if parameter in owners:
                     raise ValueError(
                         f"{full!r} and {owners[parameter]!r} are the same parameter. "
@@ -503,6 +505,7 @@ def create_by_step(
     values = [parameter.detach().clone() for parameter in targets]
     # Saved, changed for the step, and restored even if the step raises.
     decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    # torch's step updates every parameter that has a gradient, also those for which no state is requested.
     for parameter, _ in gradients:
         parameter.grad = None
     for name in names:

@@ -111,6 +111,7 @@ class OptimizerSpec(ABC):
                 if isinstance(number, bool) or name == "decoupled_weight_decay":
                     is_valid &= isinstance(number, bool) and name == "decoupled_weight_decay"
                 else:
+                    # Also rejects NaN, for which both comparisons are False.
                     is_valid &= isinstance(number, int | float) and low <= number < high
             if not is_valid:
                 raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value!r}.")
@@ -168,6 +169,7 @@ class StepHyper:
     def __init__(self, spec: OptimizerSpec, seed: int) -> None:
         check_seed(seed)
         self._arguments = spec, seed
+        # An array, because it can be written in place and shares memory with a tensor.
         self._values = spec._pack(spec.lr, 1, seed, 0)
         # Shares memory with _values. Every update must have read it before the next call to at().
         self._tensor = torch.frombuffer(self._values, dtype=torch.float64)

@@ -129,6 +129,7 @@ class _Search:
         # Counts the evaluation of the original model, too.
         self._num_evaluations = 1
         # The original model's losses, fp64 [N]. Every candidate is compared with them, sample by sample.
+        # fp64, because changes are small differences of losses.
         self._before = losses(model).double()
         if self._before.numel() < 2:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
@@ -148,6 +149,7 @@ class _Search:
                 # Estimate the change with 8 bits, to save an evaluation: the error is proportional to the
                 # quantization step.
                 table_changes[INT8] = table_changes[INT4] / _STEPS
+            # The start counts as no change. With fp16, ``common`` has the change by all tables together.
             table_changes[first] = torch.zeros(())
         common = fp16_changes if first is FP16 else torch.zeros_like(fp16_changes)
         types = dict.fromkeys(self._num_bytes, first)
@@ -155,6 +157,8 @@ class _Search:
         rise = Rise(0.0, 0.0)
         # The sum of per-table changes is only a prediction, because tables interact. Measure, and move a
         # single table back by a step per round.
+        # Usually ends by ``break``. The limit bounds the number of evaluations; without a result by then, no
+        # table is quantized.
         for _ in range(len(types) + 1):
             if all(data_type is FP32 for data_type in types.values()):
                 rise = Rise(0.0, 0.0)
@@ -250,6 +254,7 @@ class _Search:
     def _relative_rise(self, change: Tensor) -> Rise:
         """Return the relative loss increase (mean and upper bound), given the loss change per sample."""
         mean = float(change.mean())
+        # Standard error of the mean of paired differences: the spread of the loss itself cancels.
         error = float(change.std()) / math.sqrt(change.numel())
         loss = float(self._before.mean())
         return Rise(mean / loss, (mean + _QUANTILE * error) / loss)

@@ -94,6 +94,7 @@ def quantize_checkpoint(
             first = 0
             # Blocks are slices along the first dimension. A scalar lacks this dimension, so view it as [1].
             target = tensor.view(1) if tensor.dim() == 0 else tensor
+            # Written in place: the state dict's tensors share memory with the module.
             for block in _blocks(folder, manifest, f"{entry}.{name}", tuple(tensor.shape)):
                 target[first : first + len(block)] = block
                 first += len(block)

@@ -55,6 +55,7 @@ def quantize(
     if isinstance(model, DistributedModelParallel):
         sharded = model.sharded_modules
         types = checked_types({path: configs_of(m) for path, m in sharded.items()}, weights, per_table)
+        # Collective, and the checks above are the same on all ranks: either all ranks reach it, or none.
         moved = quantised_shards(sharded, types, output_dtype, rounding)
         quantised = model.with_sharded(
             copy_except(model.module, {id(sharded[p]): m for p, m in moved.items()}), moved

@@ -35,6 +35,7 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
     best = split_rows(rows, bits, original.shape[1])[1].clone()
     least_error = _error(values32, best, top)
     scale, bias = best.float().unbind(1)
+    # Ranges shrink around their middle, which cuts outliers at both ends.
     middle = bias + scale * top / 2
     for shrink in _SHRINKS:
         params = _to_half(scale * shrink, middle - scale * shrink * top / 2)
@@ -61,6 +62,7 @@ def _to_half(scale: Tensor, bias: Tensor) -> Tensor:
 def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
     """Return the nearest code per value, an integer from 0 to ``top``, as fp32 [n, D]."""
     scale, bias = params.float().unbind(1)
+    # Multiplies by the inverse as the kernel does, so that both choose the same codes.
     return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
 
 

@@ -270,8 +270,11 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
     for first in range(0, storage.max_rows, _BLOCK_ROWS):
         span = [key_at(min(row, storage.max_rows), storage.max_rows) for row in (first, first + _BLOCK_ROWS)]
         inside = in_span(keys, (span[0], span[1]))
+        # The interval bounds depend only on ``max_rows``, so all ranks exchange the same intervals in the
+        # same number of rounds.
         local = keys[inside], least[inside], greatest[inside]
         all_keys, low, high = _merge_extremes(gather_objects(local, env.shard, _NAME))
+        # Exact matches: ``all_keys`` has every local key, because this rank has sent them.
         positions = torch.searchsorted(all_keys, local[0])
         least[inside], greatest[inside] = low[positions], high[positions]
     return _RowParams(keys, nbit.params_of(least, greatest, storage.bits))
@@ -315,6 +318,7 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
                 span = slice(block.keys.start - first, block.keys.stop - first)
                 local[0, span] = torch.minimum(local[0, span], rows.amin(1))
                 local[1, span] = torch.maximum(local[1, span], rows.amax(1))
+    # Outside ``together``, whose block must not contain collectives.
     everywhere = all_gather(local, env.shard, _NAME).wait().view(-1, *local.shape)
     return torch.stack([everywhere[:, 0].amin(0), everywhere[:, 1].amax(0)])
 
