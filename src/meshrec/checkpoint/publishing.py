@@ -172,6 +172,7 @@ class DeltaPublisher:
         tensors = {}
         for name, tensor in named:
             if name not in tracked:
+                # `full_tensor` of a DTensor is collective. All ranks have the same names in the same order.
                 full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 tensors[name] = full.detach().cpu().contiguous()
         return tensors

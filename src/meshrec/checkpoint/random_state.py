@@ -65,6 +65,7 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     and "cuda" is missing if the saving process did not use CUDA.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
+    # 3 is Python's version number of this generator state.
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

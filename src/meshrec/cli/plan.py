@@ -152,6 +152,8 @@ def _check_combinations(options: PlanOptions) -> None:
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
         return
+    # --diff compares two files and ignores every other option. The other tasks exclude one another, and print
+    # neither a page nor JSON.
     ignored = [name for name in given if name != tasks[0]] if tasks[0] == "diff" else tasks[1:]
     ignored += [name for name in ("html", "json") if name in given]
     if ignored:
@@ -264,6 +266,7 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
     """Make a plan for a recipe's tables, with pooling factors measured on the recipe's data."""
     placement, training, ranks = recipe.placement, recipe.training, options.ranks or _RANKS
     if options.batch_size is not None:
+        # --batch-size counts samples per rank, and the recipe's counts them over all ranks.
         training = replace(training, batch_size=options.batch_size * ranks)
     hardware = options.hardware or placement.hardware or "cpu"
     memory = placement.memory_gib if options.memory_gib is None else options.memory_gib
@@ -358,6 +361,7 @@ def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
     grid = Grid("phase", "predicted, ms", "measured, ms", "error")
     times = read_phases(path)
     rows = compare(plan, times)
+    # A pipelined run has a second file. For other runs, both reads return the same times.
     if path.is_dir() and (hidden := read_phases(path / PHASES_FILE)) != times:
         rows.append(compare_pipelined(plan, times, hidden))
     for row in rows:

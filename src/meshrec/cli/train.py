@@ -219,6 +219,7 @@ def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
         resume=options.resume,
         changes=[] if resumed is None else changed_options(command.recipe, recipe),
         profile=options.profile,
+        # A resumed run keeps its first start's baselines and refit, without naming them again.
         baselines=options.baselines or bool(_read_config(resumed).get("baselines")),
         final=options.final or _read_config(resumed).get("final"),
         track=options.track,

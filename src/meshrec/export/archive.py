@@ -113,6 +113,7 @@ def extra_file(path: Path, name: str, most: int) -> bytes | None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.namelist() if entry.endswith(f"/extra/{name}")]
+            # One byte above the limit shows that the entry is too long, however large it says it is.
             content = archive.open(entries[0]).read(most + 1) if entries else None
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
         raise PackageError(f"{path} cannot be read ({error}). Export the model again.") from error

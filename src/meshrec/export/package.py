@@ -430,6 +430,7 @@ def _write_weights(
             for tensor in [content] if isinstance(content, Tensor) else content.blocks():
                 if tensor.numel():
                     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+                    # `tobytes` copies, so a block at a time bounds the memory.
                     for block in flat.split(_BLOCK):
                         file.write(block.numpy().tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))

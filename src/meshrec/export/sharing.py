@@ -173,6 +173,7 @@ class _Sharing:
         widths = {False: 0, True: 0}
         sources: list[tuple[bool, int]] = []
         for columns in map(self._columns, given):
+            # Columns that earlier inputs of the concatenation have taken.
             starts = dict(widths)
             for is_shared, source in ((False, columns.per_sample), (True, columns.shared)):
                 if source is not None:

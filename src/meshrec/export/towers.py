@@ -123,6 +123,7 @@ def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Flo
         Vectors, float32 [I, V].
     """
     chunks = []
+    # At least one chunk, so that an empty catalog gives an array of the right width.
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
         values, lengths = {}, {}
         for name in predictor.features:

@@ -131,6 +131,7 @@ class Weights:
                 read_into(self._descriptor, block, start, str(self._path))
                 if self._digest is not None and crc32(block) != self._digest.checksums[number]:
                     raise DamageError(f"{self._path} changed while it was read")
+        # IndexError: the digest has checksums for fewer blocks.
         except (DamageError, IndexError) as error:
             raise PackageError(f"{error}. Copy the package again from where it was exported.") from error
         return memory

@@ -72,6 +72,7 @@ def rank_metrics(
     losses, ties, ranks, weights = normalize_samples(columns, allowed, "0 or at least 1", name="ranks")
     if not len(losses):
         return {}
+    # A rank is the mean over all orders of the tied items. With t of them it is at least 1 + t / 2.
     max_ties = torch.where(ranks.isfinite() & (ranks >= 1), 2 * (ranks - 1), 0.0)
     fits = (ties >= 0) & (ties <= max_ties) | (ranks == 0) | ranks.isnan()
     check_values(

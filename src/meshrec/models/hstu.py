@@ -98,6 +98,7 @@ class HSTU(HistoryModel):
         if min(num_blocks, num_heads) < 1:
             raise ValueError(f"num_blocks {num_blocks} and num_heads {num_heads} must be at least 1.")
         head_width = self.width // num_heads
+        # A start token precedes the items.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)
         nn.init.normal_(self.positions.weight, std=math.sqrt(1 / self.width))
         self.drop = nn.Dropout(dropout)

@@ -440,6 +440,7 @@ class _SampleBlock(NamedTuple):
         if self.repeated is not None:
             scores_BC = add_repeat_scores(scores_BC, chunk.ids_C, self.repeated)
         if self.seen is not None:
+            # Last, so that additions for repeated items cannot bring a masked item back.
             _mask_scores(scores_BC, chunk.ids_C, *self.seen)
         return scores_BC
 

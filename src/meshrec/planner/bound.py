@@ -133,6 +133,7 @@ class LowerBound:
             box = heapq.heappop(self._heap)[2]
             split = _find_split(box)
             if split is None:
+                # The box stays as it is, so no branching can prove more than its bound.
                 self._closed = min(self._closed, box.bound)
                 continue
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()

@@ -295,6 +295,7 @@ def _candidates(
             table, constraints.get(table.name, _NO_CONSTRAINTS), model.num_ranks, model.node_size
         )
         if not of_table:
+            # Without constraints, every table has a candidate. So this table has an entry.
             raise ValueError(_no_candidate(table, constraints[table.name], model))
         layouts_C += of_table
         type_C += [kind] * len(of_table)

@@ -80,6 +80,7 @@ class EmbeddingShardingPlanner:
         if self._static_plan is not None:
             return _verify_static_plan(self._static_plan, tables)
         topology = self._topology or _default_topology()
+        # Before the search, because the cost of every placement depends on the formats.
         if self._wire_bound is not None:
             tables = choose_wires(tables, topology, batch_size=self._batch_size, bound=self._wire_bound)
         names_by_path = tables_by_path(module, sharders)
@@ -200,6 +201,7 @@ def _verify_static_plan(plan: ShardingPlan, tables: Sequence[Table]) -> Sharding
                 f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "
                 "Plan again without static_plan."
             )
+        # A data-parallel table has no shards.
         rows = max((shard.rows[1] for shard in sharding.shards), default=table.num_embeddings)
         columns = max((shard.columns[1] for shard in sharding.shards), default=table.embedding_dim)
         if (rows, columns) != (table.num_embeddings, table.embedding_dim):

@@ -156,6 +156,7 @@ class Relaxation:
         if cuts:
             rows = ProgramRows()
             for cut in cuts:
+                # Variables of the linear program: first the tables per candidate, then T per phase.
                 columns = np.append(cut.candidate_N, len(share_C) + cut.phase)
                 rows.add(columns, np.append(cut.value_N, cut.slope), -INFINITY, cut.limit)
             self._solver.add_rows(rows)

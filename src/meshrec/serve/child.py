@@ -97,6 +97,7 @@ class Child:
             self._socket = None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
+            # Reap the child, which would otherwise stay a zombie until this process ends.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
 

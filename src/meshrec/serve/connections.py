@@ -175,6 +175,7 @@ class Connections:
         slowest = self._slowest(some)
         if slowest is None:
             return False
+        # An idle connection has no request to answer.
         if slowest.wait_state().state in (HEADER, BODY):
             slowest.refuse(408, "there are too many connections, and this one was the slowest. Use fewer.")
         slowest.drop()
@@ -512,6 +513,7 @@ class Connection(HttpToolsProtocol):
         with contextlib.suppress(httptools.HttpParserInvalidURLError):
             url = httptools.parse_url(self.url)
             if (url.schema or b"").lower() in (b"http", b"https") and url.host and url.userinfo is None:
+                # RFC 9112, 3.2.2: the host in a target replaces the Host header.
                 host = b"[%s]" % url.host if b":" in url.host else url.host
                 self.headers[:] = [field for field in self.headers if field[0] != b"host"]
                 self.headers.append((b"host", host if url.port is None else b"%s:%d" % (host, url.port)))

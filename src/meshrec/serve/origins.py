@@ -30,6 +30,7 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
             "add the name with --hosts, or start the server with a token.",
             403,
         )
+    # Only browsers send these headers. Programs without a browser pass both checks.
     origin = headers.get(b"origin")
     if origin is not None and _authority_of(origin.decode("latin-1").lower()) != host:
         raise RequestError(

@@ -69,6 +69,7 @@ class BodyReader:
             return read(reading, signature)
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._pool, self._ask, reading, signature)
+        # The other process returns an error like a result.
         if isinstance(result, RequestError):
             raise result
         return result

@@ -250,6 +250,7 @@ class _Supervisor:
             task.errors.append(error)
         if not task.pending:
             del self._tasks[number]
+            # A change counts only if all workers made it. Workers which start later repeat it.
             if not task.errors:
                 self._changes[task.change["model"]] = task.change["action"], task.change["delta"]
             self._send_to(

@@ -205,6 +205,7 @@ def _staged(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
     lane_batch = problem.batch // lanes
     candidates = [
         _layout_for_splits(problem, num_stages, k, lane_batch, lanes)
+        # Every split needs at least one sample.
         for k in (1, *CANDIDATES)
         if k <= lane_batch
     ]
@@ -310,6 +311,7 @@ def _costs(problem: _LayoutInputs, lane_batch: int, num_splits: int) -> list[Uni
     """
     batch_values = problem.batch_values
     if lane_batch < problem.batch:
+        # A lane gets only this part of the batch. All lanes take equally long.
         sizes = [lane_batch, problem.batch - lane_batch]
         batch_values = {
             name: split(value, sizes, f"the input {name!r}")[0] for name, value in batch_values.items()

@@ -190,6 +190,7 @@ class RankExchange(Exchange):
         first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._receive(first, peer, message)
         length = int(first[:8].view(torch.int64))
+        # Both ends know the size of the first message, so a short header needs no second one.
         if length <= _HEADER_BYTES - 8:
             return _Header(*pickle.loads(bytes(first[8 : 8 + length].tolist())))
         second = torch.empty(length, dtype=torch.uint8)

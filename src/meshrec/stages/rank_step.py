@@ -284,6 +284,7 @@ class RankStep:
             if self._flow.is_last:
                 self._losses.add(k, run.values.results)
         elif action == "backward":
+            # Only the last stage has gradients of the loss. The others receive theirs from the next stage.
             run.backward(k, self._losses.gradients.pop(k, {}))
         elif action == "collect":
             run.values.collect()

@@ -282,6 +282,8 @@ def _adopt(part: nn.Module, model: nn.Module, target: str) -> None:
             part.add_module(name, nn.Module())
         part, model = getattr(part, name), getattr(model, name)
     value = getattr(model, last)
+    # A plain assignment would not register a buffer. Its persistence is kept, so that state dicts have the
+    # same names.
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         part.register_buffer(last, value, persistent=last not in model._non_persistent_buffers_set)
     else:

@@ -28,6 +28,7 @@ def num_samples(value: Any) -> int | None:
     if isinstance(value, JaggedTensor):
         return value.offsets().numel() - 1
     if isinstance(value, KeyedTensor):
+        # Keys are concatenated along one dimension, and samples are along the other.
         return value.values().shape[1 - value.key_dim()]
     return next((count for part in _parts(value) if (count := num_samples(part)) is not None), None)
 

@@ -277,6 +277,7 @@ class Staged(NamedAsModel):
 
         def value(node: torch.fx.Node) -> Any:
             """Return a node's value for the whole batch, joined over all splits."""
+            # No stage computes it: the model returns an input, or a part of one.
             if node.name not in producer_stage:
                 return batch_values[node.name]
             parts = [result(node.name, k) for k in range(len(sizes))]

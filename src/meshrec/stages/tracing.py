@@ -138,6 +138,7 @@ def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
     These are the model's arguments, and their attributes and items, such as ``batch.sparse``. No unit
     contains them.
     """
+    # A dict serves as a set that keeps the order of the graph.
     inputs: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (

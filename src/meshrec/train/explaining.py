@@ -253,6 +253,7 @@ def _slice_metrics(
     order = np.argsort(-counts, kind="stable")[:_MAX_VALUES]
     if len(values) < 2 or counts[order].sum() < _COVERED * len(rows):
         return {}
+    # Slice number of every distinct row: the frequent rows by rank, and one more slice for all other rows.
     number = np.full(len(values), len(order))
     number[order] = np.arange(len(order))
     has_remaining = len(order) < len(values)

@@ -181,6 +181,7 @@ class _BaselineEvaluator:
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
             ends_B, lengths_B = history.offsets()[1:], history.lengths()
+            # Number of later items in the same history: 0 for the last item.
             age_N = torch.repeat_interleave(ends_B, lengths_B) - 1 - torch.arange(len(history.values()))
             weights_N = torch.exp2(-age_N / half_life).double().numpy()
             columns_N, offsets = self._indices(history.values()).numpy(), history.offsets().numpy()

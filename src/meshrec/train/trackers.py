@@ -48,6 +48,7 @@ class MLflowObserver:
             case Started():
                 self._start(event)
             case Logged(line) | Evaluated(line, _):
+                # MLflow rejects metric names with "@". Its times are in milliseconds.
                 metrics = [
                     self._entities.Metric(
                         name.replace("@", "_at_"), value, int(1000 * time.time()), line["step"]

@@ -288,6 +288,7 @@ def _out_of_fold_samples(
         logits.append(torch.from_numpy(regression_samples.inputs @ coefficients))
     sample_indices = torch.arange(len(samples))
     return TreeSamples(
+        # For every sample, the fit that has left its fold out.
         torch.stack(inputs)[folds, sample_indices],
         samples.labels,
         torch.stack(logits)[folds, sample_indices],
@@ -305,6 +306,7 @@ def _table_row_scores(dataset: "Dataset", samples: Batch, fit_mask: Tensor) -> l
         if table.keys is not None:
             continue
         jagged = [samples.sparse[name] for name in table.feature_names]
+        # Sample index of every ID.
         owners = torch.cat([torch.arange(len(samples)).repeat_interleave(bag.lengths()) for bag in jagged])
         ids, counts = torch.cat([bag.values() for bag in jagged]), fit_mask[owners]
         owners = owners[counts]

@@ -245,6 +245,7 @@ def bridged_packages() -> tuple[str, ...]:
 def explain(path: str) -> str:
     """Return why a TorchRec name has no counterpart, and the nearest alternative."""
     parts = path.split(".")
+    # The name itself first, then its module and the packages around it: the longest entry explains most.
     for length in range(len(parts), 0, -1):
         reason = MISSING.get(".".join(parts[:length]))
         if reason is not None:

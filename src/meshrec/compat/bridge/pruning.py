@@ -43,6 +43,7 @@ def pruned(module: nn.Module) -> nn.Module:
     for child in module.modules():
         if isinstance(child, TableCollection):
             replaced[id(child)] = _with_first_rows(child, getattr(child, _NUM_ROWS, {}))
+    # `_with_first_rows` returns the collection itself if none of its tables is pruned.
     if all(id(replacement) == original for original, replacement in replaced.items()):
         return module
     return replaced.get(id(module)) or copy_except(module, replaced)

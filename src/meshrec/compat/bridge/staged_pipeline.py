@@ -67,9 +67,11 @@ class StagedTrainPipeline:
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Return the next staged batch; None after the last batch. Later calls read the iterator again."""
+        # Empty at the start, and after a flush: an advance per stage fills it.
         if all(batch is None for batch in self._passed) and not self._has_ended:
             for _ in self._stages:
                 self._advance(dataloader_iter, fills=True)
+        # At the end of the data, or during a flush, the remaining batches move to the last stage.
         while self._passed[-1] is None and any(batch is not None for batch in self._passed):
             self._advance(dataloader_iter, fills=False)
         batch, self._passed[-1] = self._passed[-1], None
@@ -80,6 +82,8 @@ class StagedTrainPipeline:
                 if self._on_flush_end is not None:
                     self._on_flush_end()
             return None
+        # Before the next advance: the compute stream would otherwise also wait for the work which that
+        # starts.
         self._wait_for_stages()
         self._advance(dataloader_iter, fills=False)
         return batch

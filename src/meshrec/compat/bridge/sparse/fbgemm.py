@@ -103,6 +103,7 @@ def _unpadded(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tenso
     position = torch.arange(total, device=offsets.device) - offsets[bags]
     if not length:
         return dense.new_zeros(total, *dense.shape[2:])
+    # Positions beyond a truncated bag's end read its last value, which the mask below replaces by 0.
     values = dense.flatten(0, 1).index_select(0, bags * length + position.clamp(max=length - 1))
     return values.masked_fill((position >= length).view(-1, *[1] * (values.dim() - 1)), 0)
 

@@ -36,6 +36,7 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         self._key_dim: int = key_dim
         self._offset_per_key: list[int] | None = offset_per_key
         self._index_per_key: dict[str, int] | None = index_per_key
+        # TorchScript compiles the constructor, but not the checks.
         if not torch.jit.is_scripting():
             _check(keys, length_per_key, values, key_dim)
 

@@ -149,6 +149,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         if isinstance(strides, list):
             strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
+        # Fields that are None here are computed and stored at the first use.
         vars(kjt).update(
             _keys=keys,
             _values=values,
@@ -451,6 +452,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
             lengths_offset_per_key=self._lengths_offset_per_key,
             offset_per_key=self._offset_per_key,
             index_per_key=self._index_per_key,
+            # The stored JaggedTensors are on the old device.
             jt_dict=None,
             inverse_indices=inverse,
         )
@@ -504,6 +506,7 @@ def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         keys=keys,
         values=torch.cat(values),
         weights=torch.cat(weights) if len(weights) > 0 else None,
+        # Lengths are stored key by key, so appending them appends the keys.
         lengths=torch.cat(lengths),
         stride=stride,
         stride_per_key_per_rank=torch.cat(strides) if len(strides) > 0 else None,
