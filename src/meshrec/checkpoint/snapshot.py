@@ -38,6 +38,7 @@ from meshrec.durable import name_full_disk, remove_named, write_durably
 from meshrec.tables.streamed import StreamedPart
 from meshrec.tables.table import TableSnapshot
 
+# Option of prctl(2), from linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 # Seconds until a child must report. It usually takes milliseconds, but seconds on a loaded machine.
 _START_TIMEOUT = 10.0

@@ -70,6 +70,7 @@ class Writer(StorageWriter):
     """
 
     def __init__(self, files: RankFiles, *, background: bool) -> None:
+        # The rank is set by `set_up_storage_writer`, which DCP calls before `write_data`.
         self._files, self._background, self._rank = files, background, 0
         self.snapshot: Snapshot | None = None
         self.written: dict[int, Written] = {}

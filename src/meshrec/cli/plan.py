@@ -30,6 +30,7 @@ from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
 from meshrec.train.yaml_recipes import SUFFIXES
 
+# Default of --ranks.
 _RANKS = 8
 _NEW_PLAN_OPTIONS = (
     *("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"),

@@ -27,7 +27,9 @@ SIGNATURE = "signature.txt"
 _FIRST_LINE = "meshrec-signature 1"
 _FILE_LINE = re.compile(r"file (0|[1-9]\d{0,18}) ([0-9a-f]{64}) ([^\r\n]+)")
 _LAST_LINE = re.compile(rb"ed25519 ([0-9a-f]{128})\n")
+# "ed25519 ", 64 bytes in hexadecimal, and the line break.
 _LAST_LINE_BYTES = 8 + 128 + 1
+# Limit on `signature.txt`, which is read before anything is verified.
 _MAX_BYTES = 1 << 24
 
 

@@ -13,6 +13,7 @@ from meshrec.metrics.grouped import Interval
 
 # Logits outside [-12, 12] share the outermost bins: probabilities below 6e-6, or above 1 - 6e-6.
 _LIMIT = 12.0
+# Bins of width 0.01 in the logit.
 _BINS = 2400
 # Points per curve, and calibration groups, in a report.
 _POINTS = 100

@@ -21,6 +21,7 @@ _NO_CAP = 1e30
 _PIECE_FRACTIONS, _MEMORY_TOLERANCE = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
 # Work in the first annealing attempt that balances memory, and the initial temperature.
 _BALANCE_WORK, _BALANCE_START_TEMPERATURE = 2_000_000, 0.03
+# Default time limit in seconds for annealing a plan until it fits.
 _FITTING_SECONDS = 1.0
 # Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
 # Every attempt does twice the work of the attempt before.

@@ -282,6 +282,7 @@ class _CacheSize:
         self.least = min(table.num_embeddings, int(2.5 * self._distinct) + 1)
         self.step = max(1, table.num_embeddings // _STEPS)
         self.cached = self.least
+        # Hit rate with `cached` rows, set again by every step, so that `gain` computes only the next step's.
         self._rate = self._law.hit_rate(self.cached, self._draws)
 
     def gain(self) -> float:

@@ -35,6 +35,7 @@ class ProgramRows:
     """Constraint rows ``lower <= coefficients @ x <= upper`` of a linear program, added one by one."""
 
     def __init__(self) -> None:
+        # Rows so far. Below, for every call that adds rows, the nonzero entries and the limits.
         self._num_rows = 0
         self._triplets: list[tuple[Ints, Ints, Floats]] = []
         self._limits: list[tuple[Floats, Floats]] = []

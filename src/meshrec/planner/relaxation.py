@@ -75,6 +75,8 @@ class Relaxation:
         # The objective: common seconds per table, and T_k per phase.
         self._cost = np.concatenate((problem.common_cost_C / scale, np.ones(num_phases)))
         self._rows = _rows(problem, scale)
+        # Replaced by a solver without cuts whenever these have become too many. `_earlier_work` keeps the
+        # work of the replaced ones.
         self._solver = Solver(self._cost, self._rows)
         # Two families of cuts, see cuts.py.
         self._rounding = Rounding(problem, scale)

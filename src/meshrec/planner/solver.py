@@ -122,6 +122,7 @@ class _CollectiveSetSearch:
         # Work of the root box, which does not count as bound work: starts need it, too.
         self.root_work = 0
         self._problem, self._floor = problem, floor
+        # Created by the first access to the property `bound`. Until then, `floor` is the lower bound.
         self._bound: LowerBound | None = None
         # Longest bound step so far in seconds, to predict whether another step ends before the deadline.
         self._deadline, self._longest = deadline, 0.0

@@ -12,6 +12,7 @@ ID_BYTES, WIDE_ID_BYTES = 4, 8
 """Bytes per ID on the wire, and for tables with 64-bit keys or too many rows for 32 bits."""
 # Row count above which all IDs of a module are sent as 64-bit integers.
 _WIDE_ROWS = 1 << 31
+# Per-sample weights are fp32, and are sent with the IDs.
 SAMPLE_WEIGHT_BYTES = 4
 STATISTIC_BYTES = 4
 """Bytes per row statistic, an fp32 value such as the sum of squared gradients of row-wise Adagrad."""

@@ -30,6 +30,7 @@ job continues the same run. If the variable is not set, torchrun's --rdzv-id is 
 """
 # How long ranks look for rank 0's file: network file systems cache for some seconds that a file is missing.
 _LOOK_SECONDS = 5.0
+# Pause between two looks.
 _POLL_SECONDS = 0.1
 
 

@@ -47,6 +47,7 @@ _FINGERPRINT_PARTS = 9
 _MAX_FILES = 1000
 # Differences listed in an error.
 _MAX_NAMED = 5
+# Files in a data folder which are compared. Others, such as logs, may differ between hosts.
 _DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
 # Object addresses in reprs differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -48,6 +48,7 @@ class Child:
     def __init__(self, work: Work) -> None:
         # Sent to a new interpreter, or called in the fork.
         self._work = work
+        # This process's end of a socket pair; None before `start`, and after the child has ended.
         self._socket: socket.socket | None = None
         # Process ID of the running child.
         self._pid = 0

@@ -244,6 +244,8 @@ class Connection(HttpToolsProtocol):
         self._registry = registry
         self.owner = ""
         self.held = 0
+        # `_began` is the start of the present wait: the connection, a request's first byte, or the end of a
+        # request or an answer.
         self.opened = self._began = time.monotonic()
         # HEADER or BODY while it is received, None between requests; a new connection must send a request.
         self._reading: str | None = HEADER

@@ -19,6 +19,7 @@ from meshrec.durable import CreatedPath
 from meshrec.serve.batching import BatchMetrics
 from meshrec.serve.history_cache import CacheCounts
 
+# Upper bounds of the histogram buckets: for durations in seconds, and for samples per batch.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"

@@ -53,6 +53,7 @@ class BodyReader:
         # Numbers by which parent and child refer to signatures, so that a signature is sent only once. Keys
         # are weak: a signature is dropped together with the model version.
         self._indices: weakref.WeakKeyDictionary[Signature, int] = weakref.WeakKeyDictionary()
+        # Never decreases, so a dropped signature's number is not given to another one.
         self._num_signatures = 0
         # Signatures which the child has; mirrors its eviction order. Reset when the child restarts.
         self._sent: list[int] = []

@@ -145,6 +145,8 @@ class _Supervisor:
         self._tasks: dict[int, _Task] = {}  # changes which a worker has not answered yet, by number
         # Last successful change per model, for workers which start later.
         self._changes: dict[str, tuple[str, int | None]] = {}
+        # Number of the last change, which never decreases: a late answer cannot be taken for another
+        # change's.
         self._num_tasks = 0
         # Shared with the workers: a byte per worker, 1 once it has loaded all models. Never reset, so that a
         # replacement worker knows that it is one.

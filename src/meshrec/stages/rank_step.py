@@ -230,6 +230,7 @@ class RankStep:
         train: bool,
         draws: bool,
     ) -> None:
+        # All belong to a single batch, as this object does.
         self._flow, self._exchange, self._lane, self._run, self._losses = flow, exchange, lane, run, losses
         # Without random values, no generator state is sent.
         self._train, self._generator = train, GENERATOR if draws else None

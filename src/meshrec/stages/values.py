@@ -233,6 +233,7 @@ class GradientSums:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.num_added = 0
+        # Sums over the splits so far; None for a parameter without a gradient yet. They live for one batch.
         self._sums: Gradients = [None] * len(self.parameters)
         # Parameter indices whose sum was allocated here, so it may be changed in place.
         self._owned: set[int] = set()

@@ -13,6 +13,7 @@ from meshrec.train.linear import weighted_mean
 
 NUM_LEVELS = 4
 """Maximum depth of a tree."""
+# Maximum number of leaves of a tree.
 _LEAVES = 6
 # Number of trees without a better AUC after which early stopping ends the fit.
 _PATIENCE = 100

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 8192
 """Samples to use, over all ranks, from the first rows."""
+# Samples per rank and batch. With more than 8 ranks, a batch per rank already exceeds `_SAMPLES`.
 _BATCH = 1024
 # Permutations to evaluate; each one scores all samples again.
 _MAX_FEATURES = 64

@@ -189,6 +189,7 @@ class MetricLines:
     ) -> None:
         self._built, self._ranks, self.progress = built, ranks, progress
         self._samples_per_epoch = samples_per_epoch
+        # Outputs since the last line, which `take` clears.
         self._window = OutputWindow(recipe.loss)
         # Samples and time (perf_counter) at the last `start_clock`, from which throughput is measured.
         self._since = (0, 0.0)

@@ -91,6 +91,7 @@ class DLRM(core.DLRM):
         # Replaces MeshRec's arch with one that TorchScript can compile. The tables are shared, nothing is
         # redrawn.
         self.sparse_arch = SparseArch(embedding_bag_collection)
+        # Whether the dense parts have been compiled, which must happen only once.
         self._cuda_graph_enabled = False
 
     @torch.jit.unused

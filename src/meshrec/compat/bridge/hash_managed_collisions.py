@@ -17,6 +17,7 @@ from meshrec.compat.bridge.managed_collisions import FixedRows, Jagged, ManagedC
 from meshrec.compat.bridge.sparse import JaggedTensor
 from meshrec.ops.index import HashIndex, mix, unique
 
+# Seconds per hour, the unit of TorchRec's times to live.
 _SECONDS = 3600
 # TorchRec's options without a counterpart, with the only value that changes nothing.
 _NOT_HERE = {

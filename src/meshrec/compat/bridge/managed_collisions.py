@@ -334,6 +334,8 @@ class _History:
     def __init__(self, policy: MCHEvictionPolicy) -> None:
         self._policy = policy
         self._names = [info.metadata_name for info in policy.metadata_info if info.is_history_metadata]
+        # Capacity in IDs, set by the first batch (-1 before it), and whether the warning about dropped IDs
+        # has been logged.
         self._size, self._is_cut = -1, False
         # Both lists grow by an entry per batch, until take() empties them at the next eviction.
         self._ids: list[Tensor] = []

@@ -25,6 +25,7 @@ class PermuteMultiEmbedding(nn.Module):
 
     def __init__(self, groups: list[list[str]], multi_device: bool = False) -> None:
         super().__init__()
+        # `_out_lengths` is None until `init_tensors`. Until then, `forward` returns its input.
         self._groups, self._multi_device, self._out_lengths = groups, multi_device, None
         for name in ("_permutes", "_in_shapes", "_out_shapes"):
             self.register_buffer(name, torch.empty(0), persistent=False)

@@ -196,6 +196,8 @@ class _Slots(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        # The state dict and the slot name behind every prefixed name, so that writes reach the optimizer that
+        # owns the slot.
         self._owners: dict[str, tuple[Any, str]] = {}
 
     def take(self, prefix: str, slots: Any) -> None:

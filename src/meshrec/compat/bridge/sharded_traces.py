@@ -23,6 +23,7 @@ from meshrec.tables.table import Rectangle
 torch.fx.wrap("rows_within")
 torch.fx.wrap("mean_of")
 
+# Pooling codes, with the numbers of FBGEMM's PoolingMode.
 _SUM, _MEAN, _NONE = 0, 1, 2
 
 

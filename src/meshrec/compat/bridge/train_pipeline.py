@@ -12,6 +12,7 @@ from meshrec.pipeline import Lookahead, TrainPipeline
 # TorchRec's defaults. A different value is logged once, and changes nothing: batches are copied by the
 # calling thread on a separate stream.
 _COPIES = {**MEMORY, "async_inplace_copy": False}
+# TorchRec's options without effect here, for every kind of pipeline, with their default values.
 _SPARSE_DIST = {**_COPIES, "dmp_collection_sync_interval_batches": 1, "enqueue_batch_after_forward": False}
 _SEMI_SYNC = {**MEMORY, "dmp_collection_sync_interval_batches": 1, "strict": False}
 _EVALUATION = {**MEMORY, "pipeline_postproc": False}
