@@ -176,6 +176,17 @@ def test_a_second_build_reads_nothing_again_and_new_files_add_parts(tmp_path):
     assert before.items() <= after.items()
 
 
+def test_files_with_whole_and_with_fractional_seconds_are_sorted_together(tmp_path):
+    tables = [
+        pa.table({"user": [1, 1, 2, 1], "item": [0, 1, 2, 3], "time": times})
+        for times in ([-3.0, 7.0, 8.0, 9.0], [6.75, 8.5, 8.25, -3.25])
+    ]
+    source = Log(log=(str(written(tmp_path, tables)),), histories=tmp_path / "built")
+    logged = read(source)
+    assert_equal(logged, read(replace(source, histories=None)))
+    assert logged[1].log.times.tolist() == [-4, -3, 6, 7, 8, 9, 8, 8]
+
+
 def test_ranks_share_a_folder_and_read_the_same_batches(tmp_path):
     rng = np.random.default_rng(6)
     source = Log(log=(str(written(tmp_path, [plain_log(rng, 60)])),), histories=tmp_path / "built", history=3)

@@ -23,6 +23,39 @@ def test_parts_have_codes_times_and_rows_of_valid_rows(tmp_path):
     assert encoded["row"].to_pylist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("times", "stored"),
+    [
+        (pa.array([1.0, -(2.0**31)]), pa.array([1, -(1 << 31)], pa.int32())),
+        (pa.array([1.0, 2.0**31]), pa.array([1_000_000, (1 << 31) * 1_000_000])),
+        (pa.array([1.0, 1.5]), pa.array([1_000_000, 1_500_000])),
+    ],
+)
+def test_whole_seconds_that_fit_are_stored_as_int32(tmp_path, times, stored):
+    table = pa.table({"user": [1, 2], "item": [1, 2], "time": times})
+    log = files(tmp_path, table, time_unit="s")
+    (part,) = encode_parts(log, tmp_path, Faults("raise"), memory=0).parts
+    assert part.table()["time"].chunk(0).equals(stored)
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        (pa.array([1, (1 << 31) - 1], pa.int64()), pa.int64()),  # a dictionary: the range is too large
+        (pa.array([-(1 << 31), -(1 << 31) + 1], pa.int64()), pa.int32()),
+        (pa.array([1 << 31, (1 << 31) - 1], pa.int64()), pa.int64()),
+        (pa.array([3, 4], pa.uint64()), pa.int32()),
+        (pa.array([3, 4], pa.int8()), pa.int32()),
+    ],
+)
+def test_integers_that_fit_are_stored_as_int32_and_keep_their_type(tmp_path, values, stored):
+    table = pa.table({"user": values, "item": [1, 2], "time": [1, 2]})
+    (part,) = encode_parts(files(tmp_path, table), tmp_path, Faults("raise"), memory=0).parts
+    column = part.table()["user"].chunk(0)
+    assert getattr(column.type, "value_type", column.type) == stored
+    assert part.distinct("user").equals(values)
+
+
 def test_missing_values_and_columns_are_errors(tmp_path):
     table = pa.table({"user": ["b", None, "a", None], "item": [3, 4, 3, 5], "time": [1, 2, 3, 4]})
     with pytest.raises(DataError, match=r"'user'.*row 1 \(2 rows of 4\)"):

@@ -292,14 +292,8 @@ class _UserItemNumbers:
         return _read_table(self.path / f"{name}.arrow")
 
     def _distinct(self, name: str) -> Iterator[Any]:
-        """Yield an Arrow array per part that contains every distinct value in a column of the part.
-
-        For a dictionary column, the array is the dictionary. Other columns are yielded whole, so their values
-        may be repeated.
-        """
-        for part in self.parts.parts:
-            for chunk in part.table()[name].chunks:
-                yield chunk.dictionary if pa.types.is_dictionary(chunk.type) else chunk
+        """Yield an Arrow array per part that contains every distinct value in a column of the part."""
+        return (part.distinct(name) for part in self.parts.parts)
 
     # -- building ----------------------------------------------------------------------------------------
 
@@ -531,6 +525,12 @@ class _Sorter:
         return item_ids(self.item, self.numbered.values(ITEM), self.hashed)
 
     @functools.cached_property
+    def has_seconds(self) -> bool:
+        """Whether the field "time" of records has seconds; False: microseconds."""
+        tables = (part.table() for part in self.numbered.parts.parts)
+        return all(table.schema.field(TIME).type == pa.int32() for table in tables)
+
+    @functools.cached_property
     def is_known(self) -> Bools:
         """Whether an item is in the fitted vocabulary, by item number."""
         is_known: Bools = self.item.lookup_values(self.numbered.values(ITEM)) >= 0
@@ -611,13 +611,11 @@ class _Sorter:
         fields = [
             ("user", _integer_type((0, len(self.numbered.counts(USER))))),
             ("item", _integer_type((0, max_id))),
-            ("time", np.dtype(np.int64)),
+            ("time", np.dtype(np.int32 if self.has_seconds else np.int64)),
             ("row", _integer_type((0, self.numbered.parts.num_rows))),
         ]
         if self.numbered.log.columns.ties == "shuffle":
             fields.append(("tie", _integer_type((0, self.numbered.parts.num_rows))))
-        # Aligned records take a multiple of 8 bytes, because the field "time" takes 8. `_take_records` needs
-        # that.
         return np.dtype(fields, align=True)
 
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
@@ -640,7 +638,10 @@ class _Sorter:
             """Return a part's `frequent_rows` as records, without items outside the vocabulary."""
             rows, users, items = self.numbered.frequent_rows(part)
             records = np.empty(len(users), self._record_type())
-            records["user"], records["item"], records["time"] = users, self.ids[items], rows[TIME]
+            times = rows[TIME].to_numpy()
+            if times.dtype == np.int32 and not self.has_seconds:
+                times = times.astype(np.int64) * 1_000_000
+            records["user"], records["item"], records["time"] = users, self.ids[items], times
             # Row numbers in a file may be int32, and row numbers in the log need not fit.
             rows_of_file = rows[ROW].to_numpy().astype(np.int64)
             records["row"] = rows_of_file + self.numbered.parts.parts[part].first_row
@@ -682,16 +683,12 @@ class _Sorter:
         """
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []
-        # Times are in microseconds. Most logs have whole seconds: then the fraction is 0 and needs no sort,
-        # and seconds have fewer bits to sort.
-        seconds, fraction = np.divmod(records["time"], 1_000_000)
-        order = _sorted_order([*keys, fraction, seconds, records["user"]])
-        records = _take_records(records, order)
+        records = _take_records(records, _sorted_order([*keys, records["time"], records["user"]]))
         counts = np.bincount(records["user"] - bucket.start, minlength=bucket.stop - bucket.start)
         return SortedRows(
             offsets=np.concatenate([[0], np.cumsum(counts)]),
             items=records["item"],
-            times=seconds[order],
+            times=records["time"] if self.has_seconds else records["time"] // 1_000_000,
             rows=records["row"],
         )
 
@@ -714,9 +711,9 @@ class _Sorter:
 def _take_records(records: Any, order: Ints) -> Any:
     """Return the records at the positions ``order``.
 
-    Records are viewed as rows of int64, which NumPy copies faster than structures.
+    Records are viewed as rows of int32, which NumPy copies faster than structures.
     """
-    words = records.view(np.int64).reshape(len(records), records.itemsize // 8)
+    words = records.view(np.int32).reshape(len(records), records.itemsize // 4)
     return words.take(order, axis=0).reshape(-1).view(records.dtype)
 
 

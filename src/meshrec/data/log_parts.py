@@ -36,21 +36,24 @@ from meshrec.data.logs import LogTable, valid_rows
 from meshrec.data.nearest import missing_column
 from meshrec.data.parquet import open_parquet_file
 from meshrec.data.partitions import Keys, partition_keys, with_keys
-from meshrec.data.samples import Bools
+from meshrec.data.samples import Bools, Ints
 from meshrec.durable import DamageError, durable_file, read_regular, sealed, unsealed, write_durably
 from meshrec.durable.digests import tree_hash_of
 from meshrec.durable.files import open_regular
 
-VERSION = 1
+VERSION = 2
 """File format version. All file names depend on it, so files in another format are not read."""
 TIME, ROW = "time", "row"
-"""Columns of a part, in addition to `USER` and `ITEM`: microseconds since 1970, and the row number in the
-log file."""
+"""Columns of a part, in addition to `USER` and `ITEM`: time since 1970, and the row number in the log file. A
+part whose times are all whole seconds has seconds as int32, if they fit. Other parts have microseconds as
+int64."""
 FEATURE = "feature:"
 """Prefix of item feature columns in a part."""
 MAX_RANGE = 1 << 26
-"""Limit for the range of integers. In a smaller range, a part stores integers as they are, and they are
+"""Limit for the range of integers. In a smaller range, a part stores the integers themselves, and they are
 numbered by an array lookup. Other values are dictionary-encoded, and numbered by hashing."""
+_LOG_TYPE = b"type"
+"""Field metadata of integers stored as int32: the Arrow type in the log."""
 _BYTES_PER_ROW = 256
 """Estimated memory to read and encode a row: two strings, a time, the codes, and hash tables of distinct
 values."""
@@ -79,6 +82,19 @@ class Part(NamedTuple):
         and the item features, whose names start with `FEATURE`.
         """
         return pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+
+    def distinct(self, name: str) -> Any:
+        """Return an Arrow array that contains every distinct value in a column, in the type of the log.
+
+        For a dictionary column, the array is the dictionary. Other columns are returned whole, so their
+        values may be repeated.
+        """
+        table = self.table()
+        (column,), field = table[name].chunks, table.schema.field(name)
+        if pa.types.is_dictionary(column.type):
+            return column.dictionary
+        log_type = (field.metadata or {}).get(_LOG_TYPE)
+        return column if log_type is None else column.cast(log_type.decode())
 
 
 class LogParts(NamedTuple):
@@ -378,23 +394,40 @@ def _encode_block(
     before = record["times"] or (low, high)
     record["times"] = [min(low, before[0]), max(high, before[1])]
     kind = np.int32 if first_row + table.num_rows < 1 << 31 else np.int64
+    user, user_field = _encode_values(USER, decoded(whole(rows[columns.user])))
+    item, item_field = _encode_values(ITEM, decoded(whole(rows[columns.item])))
     encoded = {
-        USER: _encode_values(decoded(whole(rows[columns.user]))),
-        ITEM: _encode_values(decoded(whole(rows[columns.item]))),
-        TIME: pa.array(microseconds),
+        TIME: _encode_times(microseconds, low, high),
         ROW: pa.array((rows["row"].to_numpy() + first_row).astype(kind)),
     }
     encoded |= {FEATURE + name: whole(rows[name]) for name in columns.item_features}
-    return pa.table(encoded)
+    others = pa.table(encoded)
+    return pa.table([user, item, *others.columns], schema=pa.schema([user_field, item_field, *others.schema]))
 
 
-def _encode_values(values: Any) -> Any:
-    """Convert values to a dictionary array. Integers in a range below `MAX_RANGE` are returned unchanged."""
+def _encode_values(name: str, values: Any) -> tuple[Any, pa.Field]:
+    """Encode users or items as integers, if their range is below `MAX_RANGE`, or as a dictionary array.
+
+    Returns:
+        The column, and its field ``name``. Integers that fit are int32; then the field names the log's type.
+    """
     if pa.types.is_integer(values.type):
-        ends = pc.min_max(values)
-        if ends["max"].as_py() - ends["min"].as_py() < MAX_RANGE and ends["max"].as_py() < 1 << 63:
-            return values
-    return values.dictionary_encode()
+        low, high = (pc.min_max(values)[end].as_py() for end in ("min", "max"))
+        if high - low < MAX_RANGE and high < 1 << 63:
+            if low < -(1 << 31) or high >= 1 << 31:
+                return values, pa.field(name, values.type)
+            return values.cast(pa.int32()), pa.field(name, pa.int32(), metadata={_LOG_TYPE: str(values.type)})
+    values = values.dictionary_encode()
+    return values, pa.field(name, values.type)
+
+
+def _encode_times(microseconds: Ints, low: int, high: int) -> Any:
+    """Return the column `TIME` for times between ``low`` and ``high``, in microseconds."""
+    if low >= -(10**6 << 31) and high < 10**6 << 31:
+        seconds, fractions = np.divmod(microseconds, 10**6)
+        if not fractions.any():
+            return pa.array(seconds.astype(np.int32))
+    return pa.array(microseconds)
 
 
 def _report(
