@@ -259,6 +259,7 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
         "resources": {"requests": {"cpu": job.cpus, "memory": job.memory}, "limits": {"memory": job.memory}},
         # Loading tables may take minutes; the other probes start afterwards.
         "startupProbe": _probe("ready", periodSeconds=5, failureThreshold=120),
+        # The startup probe allows 5 s * 120 = 10 minutes.
         "readinessProbe": _probe("ready", periodSeconds=5),
         "livenessProbe": _probe("live", periodSeconds=10, failureThreshold=6),
         "securityContext": _container_security(),

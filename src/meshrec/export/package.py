@@ -151,6 +151,7 @@ def export(
             kinds = [(COMPILED, EXPORTED, ())] + (
                 [(SHARED, SHARED_EXPORTED, tuple(shared))] if shared else []
             )
+            # The second program, if there is one, takes the shared inputs once for many samples.
             for compiled_name, exported_name, given_once in kinds:
                 program = Program(model, list(state), features, scores, given_once)
                 exported_program = _export_program(
@@ -180,6 +181,7 @@ def export(
         if items is not None:
             items.save(parts)
         _write_weights(parts / WEIGHTS, contents, records)
+        # Last, because the manifest has the digests of all other files.
         write_manifest_and_signature(parts, {**manifest, "compiled": why_not is None}, key)
     return folder
 

@@ -52,6 +52,7 @@ class BERT4Rec(HistoryModel):
         # max_length items and the masked next item.
         self.positions = nn.Embedding(max_length + 1, self.width, device=device)
         for table in (self.positions.weight, self.start):
+            # The standard deviation of BERT's initial weights.
             nn.init.normal_(table, std=0.02)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(

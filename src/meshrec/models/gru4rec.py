@@ -51,6 +51,7 @@ class GRU4Rec(HistoryModel):
             hidden_dim,
             num_layers,
             batch_first=True,
+            # Dropout acts between layers. torch warns about it if there is only one.
             dropout=dropout if num_layers > 1 else 0.0,
             device=device,
         )

@@ -229,8 +229,11 @@ class HSTU(HistoryModel):
         sample_of_item = torch.repeat_interleave(samples, lengths_B, output_size=num_items)
         # Every start token up to an item's sample moves the item by one.
         item_index = torch.arange(num_items, device=device) + starts_B.cumsum(0)[sample_of_item]
+        # Item vectors are multiplied by the square root of the width, as in the Transformer.
         tokens = self.start.expand(num_tokens, -1).index_copy(0, item_index, rows.values() * self.width**0.5)
         new_B = lengths_B + starts_B
+        # From an index in the flat tensor to a position in the history: minus the sample's first index, plus
+        # its cached tokens.
         shift_B = cached_B - (new_B.cumsum(0) - new_B)
         position = torch.arange(num_tokens, device=device)
         position = position + torch.repeat_interleave(shift_B, new_B, output_size=num_tokens)

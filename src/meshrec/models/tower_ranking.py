@@ -82,6 +82,7 @@ class TowerRanking(nn.Module):
                 log_q_I=self.frequency(index),
                 first=first,
             )
+            # Rank 0 stands for "not ranked": training does not score the whole catalog.
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
         seen = None if self._seen is None else sparse_features[self._seen]
         return evaluate_targets(

@@ -79,6 +79,7 @@ def evaluate_scorer(
         return None
     whole = Scored.concat(scored)
     outputs = (whole.logits_B, whole.labels_B, whole.weights_B)
+    # This rank has all samples, and the other ranks have returned.
     metrics = loss.metrics(*outputs, gather=False)
     if len(whole.labels_B) and whole.weights_B is not None and not bool((whole.weights_B > 0).any()):
         raise ValueError("the data has no metrics: all its sample weights are 0. Name data with weights.")

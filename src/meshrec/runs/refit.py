@@ -144,6 +144,7 @@ def refit(
     def observe(event: Event) -> None:
         """Report the finished share of the steps to ``tell``, and pass the event to the observers."""
         if isinstance(event, Stepped):
+            # `refit_trainer` is created below, before the first event.
             tell(event.step / max(refit_trainer.num_steps, 1))
         for observer in observers:
             observer(event)

@@ -273,6 +273,7 @@ class _UnseenValues:
         # Collective, so all ranks call it, although only rank 0 warns.
         counts = ranks.sum(self._counts) if self._counts else []
         for number, feature in enumerate(self._features):
+            # Two counts per feature: all values, and the unseen ones.
             num, unseen = counts[2 * number : 2 * number + 2]
             if ranks.is_first and num and unseen / num >= _UNSEEN_WARNING_SHARE:
                 examples = feature.vocabulary.slice(0, 3).to_pylist()

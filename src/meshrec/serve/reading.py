@@ -84,6 +84,7 @@ class BodyReader:
         """Parse a body in the child process, and wait for the result. Starts the child if it does not run."""
         try:
             if not self._child.is_running:
+                # A new child has no signatures yet.
                 self._sent = []
                 self._child.start()
             result: InferRequest | RequestError = self._child.ask(
@@ -163,6 +164,7 @@ def _read_bodies(parent: socket.socket) -> None:
         (number, signature), is_infer, header_length, body = receive(parent)
         if signature is not None:
             signatures[number] = signature
+            # The oldest first, in step with the parent's list of what it has sent.
             while len(signatures) > _MAX_SIGNATURES:
                 del signatures[next(iter(signatures))]
         try:

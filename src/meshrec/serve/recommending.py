@@ -90,6 +90,7 @@ class ItemVectors:
         """
         items, features = self._predictor.items, self._predictor.features
         assert items is not None
+        # The version changes with every applied delta, which may change item vectors.
         if self._vectors is None or self._vectors[0] != version:
             self._vectors = version, items.vectors(self._predictor.weights)
         keep_seen = items.keep_seen if options.keep_seen is None else options.keep_seen

@@ -222,12 +222,14 @@ def _fit_trees(
             samples.labels.numpy(),
             # Without weights, LightGBM sums faster.
             weight=None if bool((samples.weights == 1).all()) else samples.weights.numpy(),
+            # Trees learn what these logits leave over. Predictions do not include them.
             init_score=samples.logits.numpy(),
             reference=reference,
             params={"verbosity": -1},
         )
 
     data = data_of(train, None)
+    # LightGBM's default would take all cores, also those of other ranks on this host.
     options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
     if held_out is None:
         model = lightgbm.train(options, data, num_trees)

@@ -178,6 +178,8 @@ class TensorBoardObserver:
     def __call__(self, event: Event) -> None:
         """Write an event's metrics as scalars named ``train/NAME``, ``validation/NAME`` or ``test/NAME``."""
         if isinstance(event, Started) and self._make is not None:
+            # Hides the points which an earlier start has written after the step from which this one
+            # continues.
             self._writer = self._make(str(self._folder), purge_step=event.first_step + 1)
         if self._writer is None:
             return

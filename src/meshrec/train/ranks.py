@@ -120,6 +120,7 @@ def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
     where = torch.device(device)
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
+        # With more ranks than GPUs on a host, ranks share GPUs.
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
     if not dist.is_initialized():

@@ -188,8 +188,10 @@ def value_of(hint: Any, saved: Any, where: str, *, remedy: str) -> Any:
         if isinstance(saved, str):
             return Path(saved)
     elif hint is float:
+        # A float may be written without a fraction.
         if isinstance(saved, int | float) and not isinstance(saved, bool):
             return float(saved)
+    # The exact type, because a bool is an int in Python.
     elif hint is Any or (hint in (bool, int, str) and type(saved) is hint):
         return saved
     raise ValueError(f"{where} is {saved!r:.100}, which does not fit {hint}. {remedy}.")

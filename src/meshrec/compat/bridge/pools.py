@@ -199,6 +199,7 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         return KeyedJaggedTensor.from_lengths_sync(
             list(self._feature_max_lengths),
             torch.cat(values),
+            # A KeyedJaggedTensor has the lengths of all bags key by key.
             lengths.t().flatten(),
             torch.cat(weights) if self._is_weighted else None,
             stride=indices.numel(),

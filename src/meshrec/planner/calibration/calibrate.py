@@ -166,6 +166,8 @@ def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: boo
     weights = (peer_share * (1 if full_duplex else 2), peer_share, 2 * peer_share)
     sizes = _MESSAGE_BYTES[1] - _MESSAGE_BYTES[0]
     per_byte = [
+        # Noise may make the difference tiny or negative, so at least a tenth of the larger time counts.
+        # `bounds` names these figures.
         max(large - small, large / 10) / (weight * sizes)
         for weight, (small, large) in zip(weights, times, strict=True)
     ]

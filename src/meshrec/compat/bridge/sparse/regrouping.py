@@ -56,6 +56,8 @@ def kt_regroup_arguments(
             link = 0
             if key in last:
                 before = last[key]
+                # The first use of a key points to the next use by its index. Later uses point by a negative
+                # index.
                 is_head = pieces[before][5] == 0
                 pieces[before][5] = len(pieces) if is_head else -len(pieces)
                 # The current end of the chain. A later use of the key overwrites it.
