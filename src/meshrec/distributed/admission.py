@@ -47,6 +47,7 @@ class ShardRanks:
         Returns:
             For every rectangle on this rank, the sums over all table columns, [U].
         """
+        # The routing has this table in ``whole_rows``, because the policy needs whole rows (build.py).
         peers = ColumnPeers(self._routing, self._axis, [table])
         return [row_sums[:, 0] for row_sums in peers.sum_columns([value[:, None] for value in values])]
 

@@ -252,6 +252,7 @@ def build(
     # Replicas must start from the same bits. The weights may differ, because every rank fills its shards
     # from its own copy of the unsharded module.
     _broadcast_weights(split[0], env.replicate)
+    # Over all ranks: every rank holds a copy of the data-parallel tables.
     _broadcast_weights(local, env.world)
     # Kept in the result, from which resharding builds the module again under another plan.
     blueprint = Blueprint(
@@ -561,6 +562,7 @@ def _initial_blocks(
     if source.rows is not None:
         loaded = {*names, "waiting", *(slot.name for slot in (rule.spec.state_slots() if rule else ()))}
         for piece in source.rows.stream((c0, c1), keys=(r0, r1)):
+            # Other parts, such as state of another optimizer, have no memory in the new table.
             yield piece._replace(parts={name: part for name, part in piece.parts.items() if name in loaded})
         return
 

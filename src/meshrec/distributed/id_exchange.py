@@ -58,6 +58,7 @@ class SortedIdExchange:
             The received IDs, node by node, and ``received[node][run]``, the number of IDs in a run from
             ``node``.
         """
+        # Plain IDs take 4 bytes if they fit, so packing is compared with the shorter form.
         ids = ids.to(torch.int64 if self._wide else torch.int32)
         if not ids.is_cpu and self.packs is None:
             self._choose(False, "IDs on a GPU are not packed")
@@ -93,6 +94,7 @@ class SortedIdExchange:
                 f"packing them takes {size:.2f} bytes each in place of {ids.element_size()}, and "
                 f"{packed_ms:.2f} ms in place of {plain_ms:.2f} ms",
             )
+        # Sent once more after the trials: the IDs of the measured exchanges are dropped.
         return send_packed() if self.packs else send_plain(), counts
 
     def _pack(self, ids: Tensor, sent: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:

@@ -195,6 +195,7 @@ class InputDist:
         *sent, local_words = map(_words_of, requested)
         words, local = payload[: sum(sent)], payload[sum(sent) : sum(sent) + local_words]
         splits = Splits(sent, list(map(_words_of, received)))
+        # ``words`` must not change until all ranks have read them, see `all_to_all`.
         batch.in_flight = all_to_all(words, splits, self._env.shard, "ids")
         elements: tuple[int, ...] = ()
         local_elements: tuple[int, ...] = ()
@@ -244,6 +245,7 @@ class InputDist:
             check_features(features)
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
+            # A copy, because the caller may change the list.
             self._keys = list(keys), positions_of(keys, self._features, self._readers)
         positions = self._keys[1]
         # A pooled result is a single [B, D] matrix, so every key needs a bag per sample.

@@ -184,9 +184,11 @@ class NodeRows:
         # once.
         keys, inverse = _distinct(ids.values.long() + edges[bands], int(self._edges[-1]))
         # First distinct ID of every band, and the number of distinct IDs.
+        # Distinct keys ascend and bands are numbered in ascending ranges, so a band is a slice.
         bounds = torch.searchsorted(keys, edges)
         # Positions among the distinct IDs of the band.
         slots = (inverse - bounds[bands]).to(ids.values.dtype)
+        # On a GPU, this waits for the device: the host needs the sizes of the messages.
         ends = bounds.tolist()
         distinct = [keys[a:b] - edges[band] for band, (a, b) in enumerate(pairwise(ends))]
         # Grouped by owner, because every owner gets its bands in the order in which it numbers them.

@@ -93,6 +93,8 @@ class Replicas:
             rows = self._sum_tables(whole, ids, grad)
             # The all-reduce had all tables, so no IDs need to be gathered.
             if rows and len(rows) == len(self._tables.work.rectangles):
+                # Rows here are slots on this rank, which equal row numbers: indexed tables are never
+                # all-reduced.
                 return TableGradient(None, rows)
             return self._gather_lookups(whole, message, ids, grad, sizes)._replace(rows=rows)
 
@@ -220,6 +222,7 @@ def gather_gradients(
     # Words of packed IDs on every rank.
     words = headers[:, :, 1].sum(1).tolist()
     lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
+    # The bits of the fp32 values, reinterpreted: nothing is rounded.
     mine = torch.cat([message.words, grad.reshape(-1).view(torch.int32)])
     # all_gather needs equal lengths. IDs and gradients share a buffer to save a collective.
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - mine.numel()))
@@ -303,6 +306,7 @@ def reduce_gradients(
     flat = torch.zeros(sum(sizes), device=local_gradients[0].grads.device)
     tables = [part.view(rows, dim + 1) for part, (rows, dim) in zip(flat.split(sizes), shapes, strict=True)]
     for table, part in zip(tables, local_gradients, strict=True):
+        # Rows are distinct, so assignment loses nothing.
         table[part.rows, :-1] = part.grads
         # A row with gradient 0 is also touched, because the optimizer may still change it (momentum, decay).
         table[part.rows, -1] = 1

@@ -291,6 +291,7 @@ def _transfers_by_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     """
     for _, group in groupby(transfers, attrgetter("target")):
         of_target = list(group)
+        # Starts of transfers suffice: between two starts, no other set of transfers begins.
         by_column = [[x for x in of_target if x.c0 <= c < x.c1] for c in sorted({x.c0 for x in of_target})]
         yield from min(by_column, key=_num_travelling)
 
@@ -339,6 +340,7 @@ class _TableTransport:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
             with together(self._axis, "resharding"):  # rows that stay are loaded here, possibly into files
+                # A rank without blocks takes part in further rounds, because the exchange is collective.
                 while size < _ROUND_BYTES and (pair := next(outgoing, None)) is not None:
                     sent.append(pair)
                     size += self._num_bytes(pair[0])
@@ -429,6 +431,7 @@ class _TableTransport:
             [sum(self._num_bytes(h) for h in headers[rank] if h.target == other) for other in ranks],
             [sum(self._num_bytes(h) for h in headers[other] if h.target == rank) for other in ranks],
         )
+        # Padding between parts stays uninitialized; the receiver skips it by the same layout.
         buffer = torch.empty(sum(splits.sent), dtype=torch.uint8, device=self._old[0].device)
         start = 0
         for header, block in by_target:

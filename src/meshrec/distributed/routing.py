@@ -215,6 +215,7 @@ class Routing:
                 interval_routes += [number for number, r0, r1 in use_routes if r0 <= first < r1]
                 interval_start.append(len(interval_routes))
         # The key end for hashed tables, 2^63, does not fit int64.
+        # Only the last cut of a hashed table is affected. The kernels treat it as no end (router.h).
         cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_start, cuts, interval_start, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
@@ -329,6 +330,7 @@ def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int,
         for x in rectangles:
             for band in range(bisect_left(edges, x.r0), bisect_left(edges, x.r1)):
                 columns[band].append((x.c0, x.c1, rank))
+    # Comparable lists: equal lists mean that the same ranks own the same columns.
     owners = [_join_columns(sorted(band_columns)) for band_columns in columns]
     cut_by_rank: dict[int, list[Rectangle]] = {rank: [] for rank in by_rank}
     # Adjacent intervals with the same owners need no cut between them.

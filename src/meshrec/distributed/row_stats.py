@@ -92,6 +92,7 @@ class ColumnPeers:
         for band in mine:
             for rank in self._in_order[band]:
                 term = terms[band, rank]
+                # Not in place: the first term may be ``mine`` itself, or a view of the received message.
                 total[band] = total[band] + term if band in total else term
         return [total[band] for band in self._local_bands]
 

@@ -74,6 +74,7 @@ class GradientSignal:
 
     def agree(self, finite: bool, axis: Axis) -> None:
         """Set ``signal.grad`` to 0 if ``finite`` is True on all ranks, else to infinity. Collective."""
+        # A sum over ranks: infinity on any rank makes it infinite on all.
         signal = torch.full_like(self.signal, 0.0 if finite else torch.inf).detach()
         all_reduce(signal, axis, "finite gradients")
         self.signal.grad = signal
@@ -512,7 +513,7 @@ class ShardedTables:
             deferred: True updates the tables with ``update="on_step"``, False updates all other fused tables.
         """
         pairs = list(zip(self._updates, gradients, strict=False))
-        # May communicate and may fail, but changes no table.
+        # May communicate and may fail, but changes no table. So all are prepared before any is applied.
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # Tables change from here on. All fallible communication has completed.
         self.num_changes += 1

@@ -169,6 +169,8 @@ class SplitTensor(DTensor):
             local, holders = _cut_at_common_rows(local, holders)
         # The strides of a contiguous full tensor, which the wrapper only pretends to be.
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
+        # torch's tools must not compute local sizes from the placement; Replicate means the full shape
+        # everywhere.
         spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))
         tensor: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
         tensor._holders = holders

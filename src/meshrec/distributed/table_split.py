@@ -239,6 +239,7 @@ class GrowableSplit:
         """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
+        # Rectangles start and end at edges of the intervals, so every lookup succeeds.
         position = dict(zip(edges, accumulate(counts, initial=0), strict=True))
         return lambda rectangle: (position[rectangle.r0], position[rectangle.r1])
 

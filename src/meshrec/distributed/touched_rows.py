@@ -193,6 +193,7 @@ def is_alive(table: HashedTable, keys: Tensor) -> Tensor:
     """Return whether every key has a row now, bool [N]."""
     slots = table.key_index.find(keys)
     is_present = slots >= 0
+    # The copy is the mask: a tensor must not be its own index while it is written.
     is_present[is_present.clone()] = table.memory[ALIVE][slots[is_present]]
     return is_present
 

@@ -124,6 +124,7 @@ class Codec:
             values = feedback.add_residuals(values, blocks, names)
         message, report = self.encoding.encode(values, blocks, step=step, keys=keys)
         if report is not None:
+            # Reading the report waits for the device, see ``_READ_EVERY``.
             self._watch.warn(report, blocks)
         if feedback is not None:
             # Decoded as the receiver does it, so the stored errors are exact.

@@ -58,7 +58,9 @@ class _Relu(torch.autograd.Function):
         # new_buffer returns memory kept from earlier steps, without page faults.
         out: Tensor = operators.new_buffer(x, x.numel()).view(x.shape)
         torch.clamp_min(x, 0, out=out)
+        # The output tells where the gradient is 0, so that the input can be freed.
         ctx.save_for_backward(out)
+        # For jvp, in forward-mode differentiation.
         ctx.save_for_forward(out)
         return out
 

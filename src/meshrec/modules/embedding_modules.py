@@ -480,6 +480,7 @@ class EmbeddingCollection(TableCollection):
         lookup = self._lookup
         hashed = self._hashed_tables() if lookup.hashed else None
         lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
+        # The output size must be on the host, so this waits for the device, unless sync() has been called.
         counts = features.length_per_key()
         sizes = [counts[key] * dim for key, dim in zip(lookup.positions(features), lookup.dims, strict=True)]
         flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater, hashed)

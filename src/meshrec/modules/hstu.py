@@ -59,6 +59,7 @@ class Tokens(NamedTuple):
             torch.nn.functional.pad(counts.cumsum(0), (1, 0)) for counts in (cached_B, new_B)
         )
         offsets_B1 = cached_B1 + new_B1
+        # On a GPU this waits for the device, because the host does not know the number of tokens.
         sample_N = torch.repeat_interleave(
             torch.arange(len(cached_B), device=cached_B.device), cached_B + new_B
         )

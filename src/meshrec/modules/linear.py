@@ -185,6 +185,7 @@ class _OneDNNLinear(torch.autograd.Function):
             # A graph of the gradients was asked for, and oneDNN's operator has no derivative.
             grad_x, grad_w = grad @ w if needs_x else None, grad.t() @ x if needs_w else None
         else:
+            # The operator multiplies by the transpose of its second argument: hence the transposed arguments.
             multiply = torch.ops.mkldnn._linear_pointwise
             grad_x = multiply(grad, w.t(), None, "none", [], "") if needs_x else None
             grad_w = multiply(grad.t(), x.t(), None, "none", [], "") if needs_w else None

@@ -83,6 +83,7 @@ def bf16_copy(weight: Tensor) -> Tensor:
     # An optimizer in the backward pass changes weights between the batches of a step.
     if copy is None or copy.weight is not weight or copy.version != weight._version:
         copy = _Copy(weight, weight._version, weight.detach().to(torch.bfloat16))
+        # The entry holds the weight, so no other tensor gets its id in the meantime.
         copies[id(weight)] = copy
     return copy.values
 

@@ -272,6 +272,7 @@ class TableLookup:
             seeds: Seed of the hash from IDs to keys, by table index. Without a seed, IDs are keys already.
         """
         num_keys = lookups.num_keys
+        # A key has a single reader: lookups that share a feature read copies of the key, see _split_keys.
         readers = {
             key: FeatureRows([indexes[table]], 0, seeds.get(table))
             for key, table in zip(lookups.keys, lookups.tables, strict=True)

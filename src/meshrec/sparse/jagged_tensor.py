@@ -257,6 +257,7 @@ class JaggedTensor(Jagged):
             raise ValueError(f"{name}: weights must be [B, T] = {expected}, got {got}")
         # [B, T]: True for entries to keep.
         mask = torch.arange(values.size(1), device=values.device) < lengths[:, None]
+        # On a GPU, indexing with a mask waits for the device, which counts the result.
         return JaggedTensor(values[mask], None if weights is None else weights[mask], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
@@ -288,6 +289,7 @@ class JaggedTensor(Jagged):
         lengths_B = self.lengths()
         if desired_length is None:
             # Not int(): under torch.export item() returns a symbol, which int() cannot convert.
+            # This waits for the device, because the shape of the result depends on the lengths.
             longest: Any = lengths_B.max().item() if self._num_bags() else 0
             # export refuses a size that may be negative.
             if torch.compiler.is_compiling():

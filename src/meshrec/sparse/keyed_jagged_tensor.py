@@ -462,7 +462,8 @@ class KeyedJaggedTensor(Jagged):
         cached = self._cached_dict()
         if cached is not None:
             return cached[key]
-        # Three groups: the keys before it, the key itself, and the keys after it.
+        # Three groups: the keys before it, the key itself, and the keys after it. to_dict() would make views
+        # of all keys.
         group = slice_keys(self, [index, 1, len(self._keys) - index - 1])[1]
         return JaggedTensor.unchecked(*group, None)
 
@@ -569,6 +570,7 @@ class KeyedJaggedTensor(Jagged):
         result._bag_offset_per_key = self._bag_offset_per_key
         result._index_per_key = self._index_per_key
         result._segments = self._segments
+        # Without the cached dict, whose views belong to the tensors of this object.
         return result
 
     def _tensors(self) -> list[Tensor]:

@@ -107,6 +107,7 @@ def draw_rows(seeds: Tensor, init_fn: Callable[[Tensor], object], dim: int, colu
     Returns:
         fp32 [N, columns].
     """
+    # Slow for many rows: every row seeds the generator and calls ``init_fn``. Uniform rows have a kernel.
     rows = torch.empty(len(seeds), columns[1] - columns[0])
     # Always draw a whole row: a column shard must get the same values as the whole table.
     row = torch.empty(1, dim)

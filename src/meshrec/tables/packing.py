@@ -41,6 +41,7 @@ class Packing:
         self.rectangles, self.storage = list(rectangles), storage
         # Shape of each rectangle in memory.
         self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
+        # A common divisor, so that every rectangle fills whole parameter rows and is a view without gaps.
         self._width = math.gcd(*(width for _, width in self._shapes))
         # How many parameter rows a row takes, per rectangle.
         self._rows_per_row = [width // self._width for _, width in self._shapes]

@@ -377,6 +377,8 @@ class TableUpdates:
             group = update.group
             # Usually a single step number: all tables in the group have had equally many updates.
             for step, members in update.steps.items():
+                # The same list object in the common case, by which _update_whole recognizes that cached
+                # fields fit.
                 rectangles = group.whole
                 # Leave out frozen tables, and tables with other step numbers.
                 if len(members) < len(group.tables):
@@ -435,6 +437,7 @@ class TableUpdates:
                 rows[i] = gradient
                 # Rectangles may share pins. List a pin once.
                 pins += [pin for pin in gradient_buffer.pins if pin not in pins]
+        # Without a looked-up gradient: all collected gradients are summed by row already.
         return TableGradient(None, rows, pins)
 
     def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
@@ -604,6 +607,7 @@ class TableUpdates:
             return self._prepare_row_updates(group, peers, gradient, hypers)
         lookups = looked_up.lookups.of_tables(split)
         # The kernel sorts the rows here. With ``runs``, the update need not sort them again.
+        # Only sums of squares cross the network, a value per touched row. ``counts`` is read on the host.
         squares, counts, runs = tbe.row_squares(looked_up.grad, lookups, self._heights(split))
         return _SplitUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
 

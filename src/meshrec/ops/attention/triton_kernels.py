@@ -255,6 +255,7 @@ def tile_bias_and_mask(
     if biases.time is not None:
         key_times = tl.load(biases.timestamps + first + column, column < length, 0)
         buckets = _buckets(biases, times[:, None] - key_times[None, :])
+        # Needs no mask: the bucket is in range for any two times, also for tokens that do not exist.
         bias += tl.load(biases.time + buckets)
     return bias, buckets, allowed
 
@@ -467,6 +468,8 @@ def attend(
         if SOFTMAX:
             score = tl.where(allowed, score, _MASKED_SCORE)
             raised = tl.maximum(maxima, tl.max(score, 1))
+            # Masked again: in a row without an allowed key so far, score and maximum are equal, and exp gives
+            # 1.
             weight = tl.where(allowed, tl.exp(score - raised[:, None]), 0.0)
             factor = tl.exp(maxima - raised)
             total = total * factor + tl.sum(weight, 1)
@@ -476,6 +479,7 @@ def attend(
             weight = tl.where(allowed, score * tl.sigmoid(score), 0.0)
         sums += tl.dot(weight, values_BV, input_precision=PRECISION)
     if SOFTMAX:
+        # Rows after the last query see no key. They are not stored, but avoid 0 / 0 and log(0).
         total = tl.where(is_row, total, 1.0)
         sums = sums / total[:, None]
         tl.store(log_sums + (first_query + index) * tokens.num_heads + head, maxima + tl.log(total), is_row)

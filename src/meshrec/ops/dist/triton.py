@@ -148,6 +148,7 @@ def route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # RANK_FIELDS: the words before the IDs are bag lengths, and bag counts if these differ.
         ranks.append((slots.first[first], slots.first[end], words, before, batch))
         before += words
+    # Depends on the bag counts but not on the IDs, so it repeats as long as the batch size does.
     rank_fields = cached_on_device(device, ranks)
     # Keys have disjoint ID ranges, so the routes send at most num_ids times the maximum routes per key.
     max_routes_by_key: dict[int, int] = {}
@@ -228,6 +229,7 @@ def unpack_ids(
     offsets = torch.zeros(first_bag + 1, dtype=torch.int64, device=device)
     if max_size:
         triton_kernels.unpack_messages[(ceil_div(max_size, _TILE), len(blocks))](
+            # Not cached: the number of IDs differs from batch to batch.
             device_tensor(fields, device),
             received,
             lengths,

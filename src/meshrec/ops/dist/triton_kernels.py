@@ -106,6 +106,7 @@ def count_ids(
     tl.store(lengths + tl.load(fields + 9) + lanes, count, inside)
     if tl.load(fields + 5) != 0:  # several routes see the same IDs; only the first counts them
         num_outside = tl.sum(outside, 0)
+        # Integers, so the order of programs does not matter.
         tl.atomic_add(num_bad + tl.load(fields + 1), num_outside.to(tl.int64))
         if CHECK:
             if num_outside + tl.sum(wrong, 0) > 0:
@@ -188,6 +189,7 @@ def write_messages(
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
     # Decreasing offsets make bags overlap and messages overflow. The header's status reports them.
+    # On a route without bags, program 0 still writes the bag count.
     if (tl.load(starts + num_slots) > capacity) | (tl.program_id(0) * BLOCK >= tl.maximum(bags, 1)):
         return
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -468,6 +470,7 @@ def copy_sequences(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     # The message has only IDs in the row range of the route. The result has all IDs.
+    # The offsets need no clamping: routing has rejected invalid ones.
     for i in range(start, end):
         row = tl.load(ids + i).to(tl.int64)
         row = tl.where((row < 0) | (row >= rows), 0, row)

@@ -122,6 +122,7 @@ def encode_rows(
                 half = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
                 nan = ((raw >> 16) & 0x8000) | 0x7E00 | ((raw >> 13) & 0x3FF)
             else:
+                # To nearest, ties to even.
                 half = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
                 nan = (raw >> 16) | 0x40
             # The NaN bits do not depend on the device, see wire_naive.
@@ -181,6 +182,7 @@ def encode_rows(
                 tl.store(message + at + 8 + lanes, half.to(tl.uint8))
             else:
                 pairs = tl.reshape(half, [BLOCK // 2, 2])
+                # 1 and 16: the second code of a pair goes to the upper half of the byte.
                 weights = 1 + 15 * tl.arange(0, 2)
                 packed = tl.sum(pairs * weights[None, :], 1)
                 byte = tl.arange(0, BLOCK // 2)

@@ -333,6 +333,7 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
     for item, index, index_slots, out in zip(arguments, indexes, slots, ids, strict=True):
         item.memory, item.seed = index._addresses, index.seed
         item.slots, item.count, item.ids = index_slots.data_ptr(), len(index_slots), out.data_ptr()
+        # Stays if the call runs out of memory before it has checked this index.
         item.status = Status.NO_MEMORY
     _library.meshrec_index_free(arguments, len(indexes))
     statuses = [Status(item.status) for item in arguments]

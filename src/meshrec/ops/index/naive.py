@@ -113,10 +113,12 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
         bytes_N = buckets.view(-1, 64)[bucket[pending]]
         extra, count = bytes_N[:, 63].long() >> 3, bytes_N[:, 63].long() & 7
         low, high = bytes_N[:, :56].contiguous().view(torch.int64), bytes_N[:, 56:63].long()
+        # The highest ``extra`` bits of ``low`` belong to the slot. The shift drops them.
         equal = ((low ^ keys[pending, None]) << extra[:, None]) == 0
         equal &= torch.arange(7, device=keys.device) < count[:, None]
         # At most one entry matches.
         is_match, entry = equal.max(1)
+        # Two shifts, because ``extra`` may be 0, and a shift by 64 is undefined.
         entry_slots = (high << extra[:, None]) | (_shift_right(low, 1) >> (63 - extra[:, None]))
         entry_slots = entry_slots.gather(1, entry[:, None])[:, 0]
         slots[pending] = torch.where(is_match, entry_slots, slots[pending])

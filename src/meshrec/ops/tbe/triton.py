@@ -254,6 +254,7 @@ def _make_entries(
         rows, order, _ = runs.view(3, -1)
     # Kernels find a gradient row by its first element, so the tensor must be flat.
     grad = grad.float().contiguous().view(-1)
+    # No addresses: Triton itself checks how tensor arguments such as ``grad`` are aligned.
     return _Entries(
         grad, rows, order, starts, factors, tables_of, first_rows, align=_alignment(batch.dims, [])
     )

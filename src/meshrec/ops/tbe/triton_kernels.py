@@ -156,6 +156,7 @@ def look_up(
     address, height = tl.load(addresses + table), tl.load(num_rows + table)
     columns = tl.arange(0, BLOCK)
     total = tl.zeros([BAGS, BLOCK], tl.float32)
+    # False for every bag: a variable must have the same type in all iterations of a Triton loop.
     bad = is_bag & False
     for offset in range(0, tl.max(end - start, 0), _AT_ONCE):
         for unrolled in tl.static_range(_AT_ONCE):
@@ -419,6 +420,8 @@ def load_run_sums(
     end = tl.where(first, (num_entries + _PART - 1) // _PART, 0)
     while tl.max(active.to(tl.int32), 0) > 0:
         for _ in tl.static_range(_AT_ONCE):
+            # The run continues in a part exactly if the part starts with the same row. For such a part,
+            # sum_parts has written a sum.
             active = active & (tl.load(rows + part * _PART, part < end, -1).to(tl.int64) == row)
             total += tl.load(parts + (part * BLOCK)[:, None] + columns[None, :], active[:, None], 0.0)
             part += 1

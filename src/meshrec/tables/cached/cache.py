@@ -98,6 +98,7 @@ class RowCache:
         Returns:
             The distinct slots, int64. They stay pinned until the caller adds them to ``released``.
         """
+        # First, so that this batch can evict rows of batches that have ended.
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
@@ -131,6 +132,7 @@ class RowCache:
         dirty_victims = dirty_victims[order]
         # Copy now, because the slots are reused before the writer thread writes the rows.
         old_rows = [_copy_rows(part, dirty_victims) for part in self.memory]
+        # Before the insert, which takes the slots that are free.
         self._index.remove(self.keys[victims])
         self.keys[victims] = -1
         slots = self._index.insert(keys)
@@ -165,6 +167,7 @@ class RowCache:
         Ranks that hold different columns of the same rows compare their fingerprints. If they differ, a row
         may be in different slots on these ranks.
         """
+        # Both numbers depend on all earlier calls, so a rank that has missed a call has another fingerprint.
         return self._hand * 1_000_003 + self._batch
 
     def pinned(self) -> Tensor:

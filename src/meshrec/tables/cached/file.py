@@ -62,6 +62,8 @@ class RowFile:
         # Blocks are whole sectors, as O_DIRECT requires, and hold as many records as fit in a sector.
         per_block = max(1, _SECTOR // record)
         block = -(-per_block * record // _SECTOR) * _SECTOR
+        # The random salt makes the checksums differ from those of any other file: a record left on the disk
+        # by an earlier file does not match.
         self.layout = records.RecordLayout(first_key, per_block, block, record, secrets.randbits(32))
         self.num_bytes = -(-num_rows // per_block) * block
         # Compared with the process ID, to recognize forked children.
@@ -133,6 +135,7 @@ class RowFile:
         """
         if len(failures):
             number, cause = failures[0].tolist()
+            # ``failures`` are sorted by position, so the first row in key order is named.
             raise self._error(cause, int(keys[number]), verb)
 
     def _error(self, cause: int, key: int, verb: str) -> RowFileError:

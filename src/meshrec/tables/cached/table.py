@@ -564,6 +564,7 @@ class FileTable:
         Raises:
             ValueError: batches in flight use too many slots.
         """
+        # May evict: from here on, slots found earlier may hold other rows, except the pinned ones.
         misses = self._cache.admit(missing)
         if misses is None:
             raise ValueError(
@@ -574,6 +575,7 @@ class FileTable:
             )
         if len(misses.old_keys):
             self.counts.num_written += len(misses.old_keys)
+            # Listed before the caller reads rows, so a victim that is needed at once is taken from the copy.
             written = self._workers.writer.submit(self._write, misses.old_keys, misses.old_rows)
             self._victims.append(_UncachedRows(misses.old_keys, misses.old_rows, written))
         return misses
@@ -643,6 +645,7 @@ class FileTable:
             if workers.error is not None:
                 # An earlier read failed, and this batch may have found the missing row's slot as a hit.
                 raise workers.error
+            # Reads come before the log: a row that was just read may have to be logged.
             if reads is not None:
                 self.stored.file.read(reads.keys, cache.memory, reads.slots)
             for log, slots in logs:
@@ -780,9 +783,11 @@ class RowLog:
             RowFileError: a row or a log entry is damaged.
         """
         # Read the table before looking into the log again: rows overwritten meanwhile are in the log by then.
+        # A first look into the log only saves reads: logged rows need not be read from the table.
         parts = self._table.rows_at(keys, self._entries(keys) >= 0)
         entries = self._entries(keys)
         logged = (entries >= 0).nonzero()[:, 0]
+        # The log is a record file, whose reader takes ascending entry numbers.
         logged = logged[entries[logged].argsort()]
         for part, values in zip(parts, self._read(entries[logged])[1], strict=True):
             part[logged] = values

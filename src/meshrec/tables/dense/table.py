@@ -82,6 +82,7 @@ class FixedTable:
                 # The keys are not consecutive, so write by index into the whole rectangle.
                 targets = self._slice(everything, block.columns)
                 for name, values in block.parts.items():
+                    # Assignment by index does not convert, unlike copy_.
                     targets[name][block.keys - r0] = values.to(targets[name].dtype)
 
     def _slice(self, rows: slice, columns: Span) -> dict[str, Tensor]:

@@ -199,6 +199,7 @@ class CountMinSketch(AdmissionCounts):
             step: unused.
         """
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
+        # The minimum over the cells is the estimate with the least contribution from other IDs.
         return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
 
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
@@ -271,6 +272,7 @@ class CountMinSketch(AdmissionCounts):
         bits = mix(keys, self._seed)
         first_cells = (bucket_of(keys, self._max_rows) - self._first) * self._num_cells
         offsets = [((bits >> (16 * c)) & 0xFFFF) % self._num_cells for c in range(_CELLS)]
+        # An offset modulo the cell count is slightly uneven, which only affects how often IDs share cells.
         cells_NC = first_cells[:, None] + torch.stack(offsets, 1)
         distinct, inverse = torch.unique(cells_NC, return_inverse=True)
         sums = torch.zeros_like(distinct)

@@ -159,6 +159,7 @@ class AdmissionEviction:
             for i, table in self.tables.items()
             if table.rectangle.table in steps
         }
+        # Collective, as is the sum in _latest: all ranks call prepare() for the same updates.
         live = self._future_rows(changes)
         # All ranks see the same sums, so they agree on the full tables without another message.
         full = {t: sum(live[t]) for t in live if t in steps and sum(live[t]) > self.storages[t].max_rows}
@@ -283,6 +284,8 @@ class AdmissionEviction:
                 if self.tables[i].rectangle.table == table
             }
             excess = total - max_rows
+            # At least ``excess`` rows must go. Evicting more spreads the cost of a search over the next
+            # updates.
             requests[table] = EvictionRequest(staying, clocks[table], excess, excess + max_rows // _SLACK)
         new_changes = {}
         for table, victims in self._evictions.select_victims(requests).items():
@@ -336,7 +339,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     is_expired = None if policy is None else policy.expired(table.memory, clock)
     if is_expired is not None:
         is_expired &= alive
-        # The update's own rows stay.
+        # The update's own rows stay: otherwise a row could be evicted and updated at the same time.
         is_expired[slots] = False
         victims = is_expired.nonzero()[:, 0]
     num_admitted = len(new) if admitted is None else int(admitted.sum())

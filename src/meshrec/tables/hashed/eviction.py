@@ -531,6 +531,8 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
         # Sort a single word with the score in the highest bits and the start of the key below. The lowest
         # key bits are cut off. Keys are hashes, so the words are nearly always distinct; if not, sort again.
         ranks = (scores.long() - least) << (64 - bits)
+        # The addition makes the key start non-negative, so it fits below the score. The xor turns the
+        # unsigned order of the words into the signed order by which ``order`` sorts.
         words = (ranks | (keys >> bits) + (1 << (63 - bits))) ^ FIRST_KEY
         positions = order(words)
         words = words.index_select(0, positions)

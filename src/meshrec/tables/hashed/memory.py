@@ -132,6 +132,7 @@ class GrowingRows:
     def _make_room(self, height: int) -> None:
         """Make the tensors ``height`` rows high. Existing rows keep their values."""
         # Everything that can fail comes first, before a tensor changes.
+        # The same addresses as before, only higher: reserved rows are never copied.
         room = [part[:height] for part in self._reserved]
         if not room:
             room = [

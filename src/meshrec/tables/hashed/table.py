@@ -213,6 +213,7 @@ class HashedTable:
             zip([slot.name for slot in slots], storage.new_state(spec, 1, width, device), strict=True)
         )
         # Pending rows need slots in addition to the ``max_rows`` live rows.
+        # Mostly address space, so a generous limit is cheap, see [Note: memory that grows].
         max_slots = min(_MAX_SLOTS, 2 * storage.max_rows + _SPARE_ROWS)
         self.file: HashedFile | None = None
         """File with weights and optimizer state; None if they are in memory. See
@@ -640,6 +641,7 @@ class HashedTable:
     def clear(self) -> None:
         """Remove all rows, and the counts of all IDs waiting for admission."""
         # Evict instead of dropping the memory: batches in flight may use the rows.
+        # No pins are exempt: any batch in flight may use the evicted rows.
         evict_rows([(self, self.live_keys()[1], ())])
         self.admission_counts = self._new_admission_counts()
 
@@ -1038,6 +1040,7 @@ def _mark_evicted(
         # Open snapshots of the file still need these rows.
         table.file.table.log(slots.sort().values)
     # Rows of the updating batches are never victims, so only other batches may use these slots.
+    # Identity suffices: pins do not define equality.
     other_pins = [pin for pin in table.in_flight if pin not in updating]
     if not other_pins and not table.released:
         return _NONE, slots
