@@ -114,7 +114,7 @@ class DistributedModelParallel(nn.Module):
         self._is_data_parallel = False
         # Set by ``_init_ddp``. The first training step registers it as a communication hook, and sets None.
         self._dense_gradients: DenseGradients | None = None
-        self.late_gradients: DenseGradients | None = None
+        self.dense_gradient_averager: DenseGradients | None = None
         """Averages dense gradients over ranks. A pipeline may delay this until after the backward pass.
 
         None if something else averages them: FSDP2, a user's hook, or DistributedDataParallel without bucket
@@ -130,7 +130,7 @@ class DistributedModelParallel(nn.Module):
         state = self._dense_gradients
         if (
             state is not None
-            and (state.adds_in_order or state.is_late or state.dtype is not None)
+            and (state.adds_in_order or state.is_deferred or state.dtype is not None)
             and torch.is_grad_enabled()
         ):
             self._dense_gradients = None
@@ -266,7 +266,7 @@ class DistributedModelParallel(nn.Module):
         model._sharded, model._dmp_wrapped_module = dict(sharded), module
         model._is_data_parallel = False
         model._gradient_dtype = None
-        model._dense_gradients = model.late_gradients = None
+        model._dense_gradients = model.dense_gradient_averager = None
         return model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -448,7 +448,7 @@ class DistributedModelParallel(nn.Module):
         self._dense_gradients = DenseGradients.for_axis(axis, self._device, dtype=self._gradient_dtype)
         # Late averaging changes the buckets after the backward pass, so ``grad`` must be a view into them.
         if wrapped.gradient_as_bucket_view:
-            self.late_gradients = self._dense_gradients
+            self.dense_gradient_averager = self._dense_gradients
 
     def _init_fsdp2(self) -> None:
         """Shard the dense parameters with FSDP2, or HSDP if there is a replicate axis."""

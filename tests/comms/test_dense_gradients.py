@@ -105,14 +105,14 @@ def drawn_buffers(rank):
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes for dtype in DTYPES]
 
 
-def averaged(with_link, is_late):
+def averaged(with_link, is_deferred):
     group = dist.new_group()
     if not with_link:
         links[group] = None
     axis = Axis(size=dist.get_world_size(), rank=dist.get_rank(), group=group)
     state = DenseGradients.for_axis(axis)
     buffers = drawn_buffers(axis.rank)
-    with state.late() if is_late else nullcontext():
+    with state.deferred() if is_deferred else nullcontext():
         futures = [state.start(buffer) for buffer in buffers]
     state.finish()
     assert all(future.value() is buffer for future, buffer in zip(futures, buffers, strict=True))

@@ -217,7 +217,7 @@ def from_sharded(types):
         if not torch.allclose(small(features), made(features), atol=0.5):
             wrong.append(kind)
         small.reshard(models.make_plan("tw"))
-        wrong += [] if small.late_gradients is None else [(kind, "gradients")]
+        wrong += [] if small.dense_gradient_averager is None else [(kind, "gradients")]
     return wrong
 
 

@@ -46,7 +46,7 @@ from meshrec.checkpoint.manifest import MANIFEST, Manifest
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
 from meshrec.checkpoint.state import Collected, Loading, collect, merge_values, prepare
-from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
+from meshrec.checkpoint.storage import CheckpointReader, SavePaths, Writer
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.checkpoint.unfinished import filling
 from meshrec.comms.mesh import Axis
@@ -332,18 +332,18 @@ class PendingSave:
         files, rank = self._job.files, self._job.axis.rank
         if self._job.writer.snapshot is None:
             return
-        while not files.note(rank).exists():
+        while not files.completion_note(rank).exists():
             if self._cancelled.wait(_POLL_SECONDS):
                 return
         # The note last, because it tells rank 0 that the data file is in the store.
-        for path in (files.data(rank), files.note(rank)):
+        for path in (files.data(rank), files.completion_note(rank)):
             store.put(path, path.name)
 
     def _complete(self) -> None:
         """Wait until the notes of all ranks exist, and then write the manifest. Rank 0 only."""
         job, store = self._job, self._store
         # Ranks without pieces write neither a data file nor a note.
-        notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
+        notes = {rank: job.files.completion_note(rank) for rank in job.writer.writing_ranks}
         while not self._has_all(notes.values()):
             if self._cancelled.wait(_POLL_SECONDS if store is None else _STORE_POLL_SECONDS):
                 # Another rank has failed, or the process is about to end.
@@ -385,7 +385,7 @@ class _Save:
         self.path, self.axis = path, axis
         self._step, self._background = step, background
         self._collected = Collected()
-        self.files = RankFiles(path, secrets.token_hex(4))
+        self.files = SavePaths(path, secrets.token_hex(4))
         # Folders created by this save, removed by `clean_up` after a failure. Empty except on rank 0.
         self._created: list[CreatedPath] = []
         # Lock on the save's mark, held by rank 0 until the save is complete or has failed.
@@ -424,7 +424,7 @@ class _Save:
                 local_values = self._collected.values.get(entry, values)
                 self._collected.values[entry] = merge_values(local_values, values, entry)
         # All ranks use rank 0's nonce, which the mark names.
-        self.files = RankFiles(path, parts[0].nonce)
+        self.files = SavePaths(path, parts[0].nonce)
         self.writer = Writer(self.files, background=background)
 
     def run(self) -> None:
@@ -476,7 +476,7 @@ class _Save:
         except BaseException:
             self.clean_up()
             raise
-        notes = [self.files.note(rank).name for rank in self.writer.writing_ranks]
+        notes = [self.files.completion_note(rank).name for rank in self.writer.writing_ranks]
         # The manifest now names the save's files, so notes and mark are not needed any more.
         remove_named(self.path, [*notes, Mark(self.path, self.files.nonce, KIND).path.name])
         self._release()

@@ -31,8 +31,8 @@ from meshrec.checkpoint.reading import open_data, stored_rows
 from meshrec.checkpoint.snapshot import Snapshot
 
 
-class RankFiles(NamedTuple):
-    """File names of a save.
+class SavePaths(NamedTuple):
+    """Paths of the files that a save writes.
 
     Attributes:
         folder: checkpoint folder.
@@ -46,8 +46,8 @@ class RankFiles(NamedTuple):
         """Return the path of a rank's data file."""
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
-    def note(self, rank: int) -> Path:
-        """Return the path of the note, which a rank's background writer writes once the data is on disk."""
+    def completion_note(self, rank: int) -> Path:
+        """Return the path of the file that a rank's background writer creates once its data is on disk."""
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
@@ -57,7 +57,7 @@ class Writer(StorageWriter):
     After the save, `records` returns the files and tensors of all ranks on rank 0.
 
     Args:
-        files: file names of the save.
+        files: paths of the save's files.
         background: whether a forked process writes the file while training continues.
 
     Attributes:
@@ -69,7 +69,7 @@ class Writer(StorageWriter):
         metadata: DCP's metadata by tensor name. Set on rank 0 by `finish`.
     """
 
-    def __init__(self, files: RankFiles, *, background: bool) -> None:
+    def __init__(self, files: SavePaths, *, background: bool) -> None:
         # The rank is set by `set_up_storage_writer`, which DCP calls before `write_data`.
         self._files, self._background, self._rank = files, background, 0
         self.snapshot: Snapshot | None = None
@@ -111,7 +111,7 @@ class Writer(StorageWriter):
             return future
         path = self._files.data(self._rank)
         if self._background:
-            note = self._files.note(self._rank)
+            note = self._files.completion_note(self._rank)
             self.snapshot = Snapshot.start(path, parts, note)
             return future
         with ThreadPoolExecutor(1) as pool:

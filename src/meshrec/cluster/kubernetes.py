@@ -176,16 +176,16 @@ def job_set(job: JobOptions) -> dict[str, Any]:
 def pytorch_job(job: JobOptions) -> dict[str, Any]:
     """Return the PyTorchJob manifest (kubeflow.org/v1) for a training job, to be written as YAML."""
 
-    def replica(number: int) -> dict[str, Any]:
-        """Return the ReplicaSpec for ``number`` identical pods."""
+    def replica_spec(num_pods: int) -> dict[str, Any]:
+        """Return the ReplicaSpec for ``num_pods`` identical pods."""
         pod = _pod(job, _torchrun(job, "$(MASTER_ADDR)", "$(RANK)"))
         pod["spec"]["containers"][0]["name"] = "pytorch"  # required by the operator
-        return {"replicas": number, "restartPolicy": "OnFailure", "template": pod}
+        return {"replicas": num_pods, "restartPolicy": "OnFailure", "template": pod}
 
     # The operator sets MASTER_ADDR to the master, which is the pod with number 0.
-    replicas = {"Master": replica(1)}
+    replicas = {"Master": replica_spec(1)}
     if job.replicas > 1:
-        replicas["Worker"] = replica(job.replicas - 1)
+        replicas["Worker"] = replica_spec(job.replicas - 1)
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",

@@ -56,8 +56,8 @@ class DenseGradients:
         peers: sends gradients in point-to-point messages. None: the link or a collective sends them.
 
     Attributes:
-        is_late: whether the gradients are averaged by a call of ``finish`` after the backward pass; see
-            ``late``.
+        is_deferred: whether the gradients are averaged by a call of ``finish`` after the backward pass; see
+            ``deferred``.
         adds_in_order: whether gradients are added in rank order. NCCL selects the order itself.
         dtype: dtype in which gradients are exchanged; None: the gradients' dtype.
         ends_with_backward: whether buckets are averaged in a callback at the end of the backward pass, and
@@ -80,7 +80,7 @@ class DenseGradients:
         self.adds_in_order = adds_in_order
         # Buckets between start() and finish(), in hook order.
         self._in_progress: list[_Bucket] = []
-        self.is_late = False
+        self.is_deferred = False
         self.ends_with_backward = False
 
     @classmethod
@@ -111,16 +111,16 @@ class DenseGradients:
         return cls(open_link(group), axis, dtype=dtype)
 
     @contextmanager
-    def late(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Context for a backward pass whose gradients are averaged only in a later call of ``finish``."""
-        self.is_late = True
+        self.is_deferred = True
         try:
             yield
         except BaseException:
             self.forget()
             raise
         finally:
-            self.is_late = False
+            self.is_deferred = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
         """Start to average a bucket, by sending this rank's gradients.
@@ -156,7 +156,7 @@ class DenseGradients:
         else:
             terms = all_to_all(sent, Splits(sizes, local_sizes), self._axis, DENSE_GRADIENTS)
         self._in_progress.append(_Bucket(buffer, sent, terms, future))
-        if self.is_late:
+        if self.is_deferred:
             # DDP must not wait in the backward pass, so let it treat the buffer as averaged already.
             future.set_result(buffer)
         return future
@@ -250,7 +250,7 @@ def average_gradients(
     if bucket.index() == 0:
         state.forget()  # averages left by a failed backward pass
     future = state.start(bucket.buffer())
-    if bucket.is_last() and not state.is_late:
+    if bucket.is_last() and not state.is_deferred:
         if state.ends_with_backward:
             # DistributedDataParallel queues the callback waiting for the futures after this hook, and
             # callbacks run in order.

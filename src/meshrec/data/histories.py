@@ -324,12 +324,12 @@ class _UserItemNumbers:
         values = dict(zip((USER, ITEM), bounded_map(unified, (USER, ITEM), 2), strict=True))
         counts = {name: np.zeros(len(values[name]), np.int64) for name in values}
 
-        def numbers_of_part(part: int) -> dict[str, Ints]:
+        def user_and_item_numbers(part: int) -> dict[str, Ints]:
             """Return the user number and the item number for every row in a part, by name."""
             return {name: self.numbers(name, part, folder) for name in values}
 
         # All values in parts have a number so far: -1 appears only in `_renumber_frequent`.
-        for numbers in bounded_map(numbers_of_part, range(num_parts), num_threads()):
+        for numbers in bounded_map(user_and_item_numbers, range(num_parts), num_threads()):
             for name in counts:
                 counts[name] += np.bincount(numbers[name], minlength=len(counts[name]))
         # Both masks use the same counts, so the result does not depend on whether users or items come

@@ -57,14 +57,14 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
         is_even = block.users % 2 == 0
         return [is_even, ~is_even, block.times < moment, np.ones_like(is_even)]
 
-    def times_of_parts() -> Iterator[list[Ints]]:
+    def subset_times() -> Iterator[list[Ints]]:
         """Yield a list for every block, with the timestamps selected by each of the P masks."""
         for block in log.blocks(stops):
             times = block.times
             yield [times[mask] for mask in subset_masks(block)]
 
     # Interactions from these timestamps on are recent, per subset.
-    recent = quantile(times_of_parts, 1 - _RECENT)
+    recent = quantile(subset_times, 1 - _RECENT)
     # A prediction uses counts_PCI. taken_PI counts the items it should rank first.
     counts_PCI = np.zeros((len(recent), _BLENDS.shape[1], num_items), np.int64)
     target_counts_PI = np.zeros((len(recent) - 1, num_items), np.int64)

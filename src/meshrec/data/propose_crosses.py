@@ -179,22 +179,24 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
     edges = np.unique(np.quantile(values[finite], np.linspace(0, 1, _BUCKETS + 1)[1:-1]))
     ranges = np.where(finite, 1 + np.searchsorted(edges, values, side="right"), 0)
     middle, deviation = np.median(values[finite]), values[finite].std() or 1.0
-    line = np.clip((np.where(finite, values, middle) - middle) / deviation, -5.0, 5.0)
-    return gain([], ranges.astype(np.int64), labels, line=line)
+    numeric = np.clip((np.where(finite, values, middle) - middle) / deviation, -5.0, 5.0)
+    return gain([], ranges.astype(np.int64), labels, numeric=numeric)
 
 
-def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: Vector | None = None) -> Gain:
+def gain(
+    base_columns: Sequence[Codes], candidate: Codes, labels: Vector, numeric: Vector | None = None
+) -> Gain:
     """Return the share of the log loss that a candidate column saves in a logistic regression.
 
-    The base model has a weight for every value in every base column, and a slope for ``line``. The candidate
-    then adds a weight for every value. The weights are fitted on half the rows, and the loss is measured on
-    the other half.
+    The base model has a weight for every value in every base column, and a slope for ``numeric``. The
+    candidate then adds a weight for every value. The weights are fitted on half the rows, and the loss is
+    measured on the other half.
 
     Args:
         base_columns: by column, an integer per row that stands for the value, from 0, int64 [n].
         candidate: an integer per row that stands for the value, from 0, int64 [n].
         labels: 0 or 1 per row, [n].
-        line: numeric feature of the base model, standardized, [n]. None: no such feature.
+        numeric: numeric feature of the base model, standardized, [n]. None: no such feature.
     """
     # Rows are in random order, so alternate rows are random halves.
     fits = np.arange(len(labels)) % 2 == 0
@@ -202,8 +204,8 @@ def gain(base_columns: Sequence[Codes], candidate: Codes, labels: Vector, line: 
     for _ in range(_ROUNDS):
         for codes in base_columns:
             logits += _step(codes, labels, logits, fits)
-        if line is not None:
-            logits += _line_step(line, labels, logits, fits)
+        if numeric is not None:
+            logits += _numeric_step(numeric, labels, logits, fits)
     base_losses = _losses(logits, labels)[~fits]
     for _ in range(3):
         logits += _step(candidate, labels, logits, fits)
@@ -233,10 +235,10 @@ def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.boo
     return weights[codes]
 
 
-def _line_step(line: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
-    """Return the change in all logits by a Newton step in the bias and the slope for ``line``, [n]."""
+def _numeric_step(numeric: Vector, labels: Vector, logits: Vector, fits: npt.NDArray[np.bool_]) -> Vector:
+    """Return the change in all logits by a Newton step in the bias and the slope for ``numeric``, [n]."""
     probability = 1 / (1 + np.exp(-logits))
-    columns = np.stack([np.ones_like(line), line])
+    columns = np.stack([np.ones_like(numeric), numeric])
     slope = columns[:, fits] @ (labels - probability)[fits]
     curvature = (columns[:, fits] * (probability * (1 - probability))[fits]) @ columns[:, fits].T
     weights = np.linalg.solve(curvature + 1e-3 * np.eye(2), slope)

@@ -194,7 +194,7 @@ def table_dataset(
     ]
     assert readers[0] is not None
     return replace(
-        described_by(schema, readers[0], name),
+        training_dataset(schema, readers[0], name),
         validation=readers[1],
         test=readers[2],
         skipped=faults.by_file,
@@ -228,7 +228,7 @@ def ordered_reader(
     return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
 
 
-def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
+def training_dataset(schema: Encoding, train: Reader, name: str) -> Dataset:
     """Create a dataset that has only a training reader, and describes the samples by ``schema``.
 
     Args:

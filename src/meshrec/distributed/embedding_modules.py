@@ -53,7 +53,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         self._names, self._dims = built.names, built.dims
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
-        self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
+        self.take_lookup: Callable[[KeyedJaggedTensor], Any] | None = None
         """Function which a pipeline sets while its model's forward pass runs, and clears afterward.
         ``forward`` calls it with the input. It returns the result if the pipeline has already started a
         lookup for this input object, else None.
@@ -91,7 +91,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
         Returns:
             Lazy result, which waits for the embeddings at first use.
         """
-        if self.ahead is not None and (result := self.ahead(features)) is not None:
+        if self.take_lookup is not None and (result := self.take_lookup(features)) is not None:
             return result  # type: ignore[no-any-return]
         batch = self.tables.route(features)
         return self.awaited(batch, self.tables.look_up(batch))

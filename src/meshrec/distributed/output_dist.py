@@ -39,9 +39,9 @@ from meshrec.distributed.pieces import (
     as_tensor,
     first_rows,
     local_spans,
-    part_order,
     pieces_of,
     rank_spans,
+    row_range_indices,
 )
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.wire_codec import Codec, first_key
@@ -284,7 +284,7 @@ class TableParts(NamedTuple):
         return cls(
             [rank_spans(routing, rank) for rank in ranks],
             [first_rows(routing, rank) for rank in ranks],
-            [part_order(routing, rank) for rank in ranks],
+            [row_range_indices(routing, rank) for rank in ranks],
         )
 
 

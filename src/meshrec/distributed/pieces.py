@@ -107,7 +107,7 @@ def first_rows(routing: Routing, rank: int) -> list[int]:
     return [work.routes[lookup.route].r0 for lookup in work.lookups]
 
 
-def part_order(routing: Routing, rank: int) -> list[int]:
+def row_range_indices(routing: Routing, rank: int) -> list[int]:
     """Return the index of each lookup's row range among the row ranges of its table, sorted by first row.
 
     For example, a lookup in a table with two row-wise shards has index 0 on the rank with the first rows, and

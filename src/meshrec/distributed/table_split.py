@@ -182,11 +182,11 @@ class GrowableSplit:
             Function from (name, dtype, per_row) to the split tensor for a row part.
         """
         # Row counts of all intervals, over all ranks, determine where this rank's rows are in key order.
-        positions = self._positions(self._admission_eviction.live[self._table])
-        tables = [table.key_ordered(positions(table.rectangle)[0]) for table in module.tables]
+        row_span = self._row_span_function(self._admission_eviction.live[self._table])
+        tables = [table.key_ordered(row_span(table.rectangle)[0]) for table in module.tables]
         tensors = [table.tensors() for table in tables]
         for table, r in zip(tables, module.rectangles, strict=True):
-            assert (table.rectangle.r0, table.rectangle.r1) == positions(r), "ranks have lost count"
+            assert (table.rectangle.r0, table.rectangle.r1) == row_span(r), "ranks have lost count"
 
         def joined(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
             """Create the split tensor for a row part.
@@ -197,7 +197,7 @@ class GrowableSplit:
                 per_row: whether the part has a value per row.
             """
             parts = [tensor[name] for tensor in tensors]
-            return self._split_tensor(module, parts, positions, dtype, per_row=per_row)
+            return self._split_tensor(module, parts, row_span, dtype, per_row=per_row)
 
         return joined
 
@@ -220,22 +220,22 @@ class GrowableSplit:
                         sizes[number] = len(keys)
         if self.is_split:
             all_reduce(sizes, self._axis, "waiting IDs")
-        positions = self._positions(sizes.tolist())
+        row_span = self._row_span_function(sizes.tolist())
         return {
             name: self._split_tensor(
-                module, [parts[name] for parts in counts], positions, torch.int64, per_row=True
+                module, [parts[name] for parts in counts], row_span, torch.int64, per_row=True
             )
             for name in WAITING
         }
 
-    def _positions(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
-        """Return a function that maps a rectangle to its rows' positions in the full table in key order.
+    def _row_span_function(self, counts: Sequence[int]) -> Callable[[Rectangle], Span]:
+        """Return a function that maps a rectangle to the interval of its rows in the full table in key order.
 
         Args:
             counts: row count per key interval, summed over all ranks.
 
         Returns:
-            Function from a rectangle (a table shard) to its position interval [first, end).
+            Function from a rectangle (a table shard) to row positions [first, end).
         """
         spans = self._admission_eviction.intervals[self._table]
         edges = [span[0] for span in spans] + [spans[-1][1]]
@@ -247,7 +247,7 @@ class GrowableSplit:
         self,
         module: TableModule,
         parts: Sequence[Tensor],
-        positions: Callable[[Rectangle], Span],
+        row_span: Callable[[Rectangle], Span],
         dtype: torch.dtype,
         *,
         per_row: bool,
@@ -259,7 +259,7 @@ class GrowableSplit:
         Args:
             module: module with this rank's rectangles.
             parts: tensor for every rectangle, in key order.
-            positions: function from a rectangle to the interval of its rows in key order.
+            row_span: function from a rectangle to the interval of its rows in key order.
             dtype: part dtype.
             per_row: whether the part has a single value per row.
         """
@@ -272,10 +272,10 @@ class GrowableSplit:
 
         def in_key_order(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
             """Return the rectangles with keys replaced by row positions in key order."""
-            return [Rectangle(r.table, *positions(r), *map(column, r.columns)) for r in rectangles]
+            return [Rectangle(r.table, *row_span(r), *map(column, r.columns)) for r in rectangles]
 
         spans = self._admission_eviction.intervals[self._table]
-        end = positions(Rectangle(0, spans[0][0], spans[-1][1], 0, 0))[1]
+        end = row_span(Rectangle(0, spans[0][0], spans[-1][1], 0, 0))[1]
         size = [end] if per_row else [end, column(module.dim)]
         owners = [in_key_order(rectangles) for rectangles in self._owners]
         # Drop empty pieces, because DCP identifies pieces by offset, and the next piece has the same offset.

@@ -100,9 +100,9 @@ def drop_unweighted(columns: Tensor, allowed: Tensor, rule: str, *, name: str = 
     labels, weights = columns[-2], columns[-1]
     finite = "finite and at least 0. Give weight 0 to samples that must not count"
     check_values("weights", weights, (weights >= 0) & weights.isfinite(), finite)
-    counts = weights > 0
-    check_values(name, labels, allowed | ~counts, rule)
-    return columns if bool(counts.all()) else columns[:, counts]
+    is_weighted = weights > 0
+    check_values(name, labels, allowed | ~is_weighted, rule)
+    return columns if bool(is_weighted.all()) else columns[:, is_weighted]
 
 
 def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str = "labels") -> Tensor:

@@ -118,13 +118,13 @@ class _WriteCheck:
 class Lookahead:
     """Starts embedding lookups before the model needs them, in a training loop written by the user::
 
-        batch = ahead.next(iterator)  # StopIteration at the end
-        with ahead.forward():
+        batch = lookahead.next(iterator)  # StopIteration at the end
+        with lookahead.forward():
             loss = ...
-        ahead.exchange(iterator)
+        lookahead.exchange(iterator)
         loss.backward()
         optimizer.step()
-        ahead.look_up()
+        lookahead.look_up()
 
     All methods are collective. If a loop leaves out calls, for example in evaluation or after an exception,
     it only loses overlap. Do not leave out ``exchange`` in training: it raises, before any update, if a batch
@@ -222,13 +222,13 @@ class Lookahead:
         """Context for the forward pass: sharded modules take the results of lookups already started."""
         for name, module in self._modules.items():
             # Only within the context, so a forward pass elsewhere does not take lookups.
-            module.ahead = partial(self._take_lookup, name, module)
+            module.take_lookup = partial(self._take_lookup, name, module)
         try:
             yield
         finally:
             seen, self._seen = self._seen, []
             for module in self._modules.values():
-                module.ahead = None
+                module.take_lookup = None
         if self._calls is None and self._current is not None:
             self._calls = self._find_inputs(seen, self._current.batch)
 
@@ -283,8 +283,8 @@ class Lookahead:
     ) -> LazyAwaitable[Any] | None:
         """Return the result of the lookup started for this module call, or None if there is none.
 
-        `forward` sets this method as ``ahead`` in the modules. In the first forward pass, it also records the
-        call.
+        `forward` sets this method as ``take_lookup`` in the modules. In the first forward pass, it also
+        records the call.
 
         Args:
             name: name of the module in the model.

@@ -34,50 +34,55 @@ class Update:
         self._parallel = next((m for m in model.modules() if isinstance(m, DistributedModelParallel)), None)
 
     @contextmanager
-    def backward(self, *, steps: bool, late: bool = True) -> Iterator[None]:
+    def backward(self, *, steps: bool, defer_reduction: bool = True) -> Iterator[None]:
         """Context for the forward and backward pass of a batch.
 
         Args:
             steps: whether the optimizer steps after this batch. If not, this batch's dense gradients are not
                 reduced over ranks yet.
-            late: True: if the model supports it, the backward pass only starts the reduction of dense
-                gradients over ranks, and ``after_backward`` waits for it. False: the backward pass waits.
+            defer_reduction: True: if the model supports it, the backward pass only starts the reduction of
+                dense gradients over ranks, and ``after_backward`` waits for it. False: the backward pass
+                waits.
         """
         with ExitStack() as stack:
             if not steps:
                 for module in self._model.modules():
                     if isinstance(module, nn.parallel.DistributedDataParallel):
                         stack.enter_context(module.no_sync())
-            elif late and self._parallel is not None and self._parallel.late_gradients is not None:
-                stack.enter_context(self._parallel.late_gradients.late())
+            elif (
+                defer_reduction
+                and self._parallel is not None
+                and self._parallel.dense_gradient_averager is not None
+            ):
+                stack.enter_context(self._parallel.dense_gradient_averager.deferred())
             yield
 
-    def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
+    def after_backward(self, lookahead: Lookahead, *, steps: bool) -> None:
         """Step all optimizers, and look up rows for the next batch as soon as the tables are updated.
 
         Args:
-            ahead: the batches after the current batch.
+            lookahead: the batches after the current batch.
             steps: whether the optimizers step. If not, gradients accumulate.
         """
         if not steps:
-            ahead.look_up(self.is_stepped)
+            lookahead.look_up(self.is_stepped)
             return
         tables = self._tables
         for optimizer in tables:
             optimizer.step()
         # Tables updated by the backward pass or just now. Tables with ordinary gradients follow below.
-        ahead.look_up(
+        lookahead.look_up(
             lambda module: (
                 not module.has_ordinary_gradients
                 and (module.tables.collected is None or module.fused_optimizer in tables)
             )
         )
-        if self._parallel is not None and self._parallel.late_gradients is not None:
+        if self._parallel is not None and self._parallel.dense_gradient_averager is not None:
             # After the lookup, so the next batch's embeddings travel while dense gradients are reduced.
-            self._parallel.late_gradients.finish()
+            self._parallel.dense_gradient_averager.finish()
         for other in self._others:
             other.step()
-        ahead.look_up(self.is_stepped)
+        lookahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
         """Return whether a module's rows may be looked up now for the next forward pass.

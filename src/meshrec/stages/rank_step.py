@@ -318,13 +318,13 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
         return [("tables", num_splits), *(("forward", k) for k in range(num_splits))]
     # Start with as many forward passes as there are later stages. Then alternate, so a backward pass frees
     # a split's memory before the next forward pass.
-    ahead = min(num_stages - 1 - index, num_splits)
-    order = [("forward", k) for k in range(ahead)]
-    # One forward, one backward: memory holds at most ``ahead + 1`` splits.
-    for k in range(num_splits - ahead):
-        order += [("forward", ahead + k), ("backward", k)]
+    num_warmup = min(num_stages - 1 - index, num_splits)
+    order = [("forward", k) for k in range(num_warmup)]
+    # One forward, one backward: memory holds at most ``num_warmup + 1`` splits.
+    for k in range(num_splits - num_warmup):
+        order += [("forward", num_warmup + k), ("backward", k)]
     # The splits in flight at the end.
-    order += [("backward", k) for k in range(num_splits - ahead, num_splits)]
+    order += [("backward", k) for k in range(num_splits - num_warmup, num_splits)]
     return [("tables", num_splits), *order[:-1], ("agree", 1), order[-1], ("collect", num_splits)]
 
 

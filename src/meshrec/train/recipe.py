@@ -196,12 +196,12 @@ class TableSource(ABC):
         Returns:
             Dataset with the data as its training part.
         """
-        from meshrec.data.tables import described_by, ordered_reader
+        from meshrec.data.tables import ordered_reader, training_dataset
 
         reader = ordered_reader(
             self._open, data, features, labelled=labelled, on_error=self.on_error, window=self.window
         )
-        return described_by(features, reader, type(self).__name__.lower())
+        return training_dataset(features, reader, type(self).__name__.lower())
 
     def raw_schema(self, features: "Features") -> "pa.Schema":
         """Return the Arrow schema of a training row: column names and types."""

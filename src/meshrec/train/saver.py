@@ -75,8 +75,8 @@ class CheckpointSaver:
         }
         self.failures: list[str] = []
         self.is_saved = True
-        # Whether the recipe publishes deltas. `start` creates the publisher, because a resume must have
-        # loaded the progress before.
+        # Whether the recipe publishes deltas. `start_deltas` creates the publisher, because a resume must
+        # have loaded the progress before.
         self._publishes = folder is not None and training.publish_every is not None
         self._publisher: DeltaPublisher | None = None
         self._every = training.checkpoint_every
@@ -115,7 +115,7 @@ class CheckpointSaver:
             group.update(values)
         return self._saved is not None
 
-    def start(self) -> None:
+    def start_deltas(self) -> None:
         """Start to record changed rows for deltas, if the recipe publishes deltas.
 
         To be called after a resume, and before the first training step.

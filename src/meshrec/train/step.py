@@ -57,9 +57,9 @@ class TrainStep:
         self._watch = OutputWatch(built.model)
         self._update = Update(built.model, built.optimizer)
         # Exchanges batches ahead of time; None without pipelining.
-        self._ahead: Lookahead | None = None
+        self._lookahead: Lookahead | None = None
         if pipeline:
-            self._ahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
+            self._lookahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
         self._unread: tuple[FiniteFlag, Batch, Tensor] | None = None
         """Last batch and loss, from the forward pass until `_read_flag` has read if the loss is finite."""
         self.failure: str | None = None
@@ -93,56 +93,59 @@ class TrainStep:
         scale = self._ranks.size / num_samples
         outputs = []
         self.failure = self._unread = None
-        ahead = self._ahead
+        lookahead = self._lookahead
         for number in range(num_batches):
             # Gradients are accumulated until the last batch, after which the optimizers step.
             steps = number == num_batches - 1
             batch = self._next_batch(batches)
-            with self._update.backward(steps=steps, late=ahead is not None):
+            with self._update.backward(steps=steps, defer_reduction=lookahead is not None):
                 # Before `forget`: the message about a failure in the previous batch needs the recorded
                 # outputs.
                 self._read_flag()
                 self._watch.forget()
-                with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
+                with (
+                    record_function("meshrec.forward"),
+                    nullcontext() if lookahead is None else lookahead.forward(),
+                ):
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
                     loss = ensemble_loss(self._loss, logits, batch.labels, batch.weights)
                 # The flag is read later, because reading it here would wait for the forward pass on a GPU. A
                 # failed rank must take part in the backward pass anyway, in which other ranks wait for it.
                 self._unread = FiniteFlag(loss), batch, loss.detach()
-                if ahead is not None:
+                if lookahead is not None:
                     # Send the next batch's IDs now, so that the exchange overlaps with backward.
-                    ahead.exchange(batches)
+                    lookahead.exchange(batches)
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             logits = logits.detach()
             # Metrics are computed for the mean of an ensemble's members.
             whole = squeeze_outputs(logits.mean(2)) if logits.dim() == 3 else logits
             outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights))
-            if ahead is not None and not steps:
-                self._update.after_backward(ahead, steps=False)
+            if lookahead is not None and not steps:
+                self._update.after_backward(lookahead, steps=False)
         with record_function("meshrec.optimizer"):
-            if ahead is None:
+            if lookahead is None:
                 self._built.optimizer.step()
             else:
-                self._update.after_backward(ahead, steps=True)
+                self._update.after_backward(lookahead, steps=True)
         self._read_flag()
         return outputs
 
     @property
     def is_pipelined(self) -> bool:
         """Whether exchanges between ranks overlap with computation."""
-        return self._ahead is not None
+        return self._lookahead is not None
 
     def reset(self) -> None:
         """Drop batches that were read ahead. Call it before steps with batches from another iterator."""
-        if self._ahead is not None:
-            self._ahead.reset()
+        if self._lookahead is not None:
+            self._lookahead.reset()
 
     def _next_batch(self, batches: "Iterator[Batch]") -> "Batch":
         """Return the next batch on this rank's device."""
-        if self._ahead is None:
+        if self._lookahead is None:
             return next(batches).to(self._ranks.device, non_blocking=True)
-        batch: Batch = self._ahead.next(batches)
+        batch: Batch = self._lookahead.next(batches)
         return batch
 
     def _read_flag(self) -> None:

@@ -152,7 +152,7 @@ class Trainer:
         if self.precision.reason is not None:
             self._notify(Reported(self.precision.reason))
         is_fitted = self._fit_initial_weights()
-        self.saver.start()
+        self.saver.start_deltas()
         # With frozen objects, garbage collections during training do not visit the model again.
         with frozen_objects(), self._steps.profiled():
             if is_fitted or self._needs_evaluation():

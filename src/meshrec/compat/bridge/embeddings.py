@@ -16,7 +16,7 @@ from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.helpers import maybe_td_to_kjt
 from meshrec.compat.bridge.sparse.segments import positions_of
-from meshrec.compat.bridge.virtual_tables import keys_of
+from meshrec.compat.bridge.virtual_tables import hashed_config
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
 from meshrec.ops.operators import InputError
@@ -75,7 +75,7 @@ def _config(
             )
     rows: dict[str, Any] = {"num_embeddings": num_embeddings}
     if use_virtual_table:
-        rows = {"keys": keys_of(virtual_table_eviction_policy, num_embeddings, name)}
+        rows = {"keys": hashed_config(virtual_table_eviction_policy, num_embeddings, name)}
     elif virtual_table_eviction_policy is not None:
         raise ValueError(
             f"table {name!r} has a virtual_table_eviction_policy and no virtual table. Set "
@@ -193,7 +193,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         """Look up and pool the bags of all features: [B, sum of D], with a column block per feature."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
-                return keyed(super().forward(maybe_td_to_kjt(features)), torch.float32)
+                return to_torchrec_keyed_tensor(super().forward(maybe_td_to_kjt(features)), torch.float32)
         pooled: list[Tensor] = []
         names: list[str] = []
         bags = features.to_dict()
@@ -269,7 +269,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         result: dict[str, JaggedTensor] = {}
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
-                return self._looked_up(maybe_td_to_kjt(features))
+                return self._look_up(maybe_td_to_kjt(features))
         bags = features.to_dict()
         for i, table in enumerate(self.embeddings.values()):
             names = self._feature_names[i]
@@ -283,14 +283,16 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
                 )
         return result
 
-    def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    def _look_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up rows with MeshRec's collection, and convert the result to TorchRec's JaggedTensors."""
         try:
             looked_up = super().forward(features)
         except InputError as error:
             raise RowIndexError(str(error)) from error
         # fp32 for every table dtype, as in TorchRec.
-        return jagged(looked_up, features, self._configs, self._need_indices, torch.float32)
+        return to_torchrec_jagged_tensors(
+            looked_up, features, self._configs, self._need_indices, torch.float32
+        )
 
     def need_indices(self) -> bool:
         """Return whether results carry the IDs as weights."""
@@ -367,12 +369,12 @@ def concatenated_bags(
     return torch.cat(pooled, dim=1)
 
 
-def keyed(kt: sparse.KeyedTensor, dtype: torch.dtype | None = None) -> KeyedTensor:
+def to_torchrec_keyed_tensor(kt: sparse.KeyedTensor, dtype: torch.dtype | None = None) -> KeyedTensor:
     """Convert MeshRec's KeyedTensor to TorchRec's, with values in ``dtype`` if given."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().to(dtype=dtype), kt.key_dim())
 
 
-def jagged(
+def to_torchrec_jagged_tensors(
     looked_up: Mapping[str, sparse.JaggedTensor],
     features: KeyedJaggedTensor,
     configs: Sequence[embedding_configs.BaseEmbeddingConfig],

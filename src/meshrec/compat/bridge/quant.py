@@ -105,7 +105,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         Under torch.fx tracing, a separate lookup is recorded per feature.
         """
         if not isinstance(features, Proxy):
-            return embeddings.keyed(super().forward(maybe_td_to_kjt(features)))
+            return embeddings.to_torchrec_keyed_tensor(super().forward(maybe_td_to_kjt(features)))
         bags = features.to_dict()
         pooled = []
         for config, weight in self.tables().values():
@@ -166,7 +166,9 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         """
         if not isinstance(features, Proxy):
             features = maybe_td_to_kjt(features)
-            return embeddings.jagged(super().forward(features), features, self._configs, self._need_indices)
+            return embeddings.to_torchrec_jagged_tensors(
+                super().forward(features), features, self._configs, self._need_indices
+            )
         bags = features.to_dict()
         # Result keys, in table and feature order: feature, or feature@table.
         names = iter(self.embedding_names())

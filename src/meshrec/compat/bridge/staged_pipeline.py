@@ -191,7 +191,7 @@ class SparseDataDistUtil:
             if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
         ]
         for module in self._modules:
-            module.ahead = self._look_ahead(module)
+            module.take_lookup = self._look_ahead(module)
 
     def start_sparse_data_dist(self, batch: Any) -> Any:
         """Start the ID exchange of a batch for all modules whose part of a batch is known. Collective.
@@ -219,7 +219,7 @@ class SparseDataDistUtil:
     def detach(self) -> nn.Module:
         """Restore plain lookups, and return the model. Further calls change nothing."""
         for module in self._modules:
-            module.ahead = None
+            module.take_lookup = None
         self._batches.clear()
         return self.model
 
@@ -231,7 +231,7 @@ class SparseDataDistUtil:
         part starts early.
         """
 
-        def ahead(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
+        def take_lookup(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
             """Return the rows for the features if their exchange was started early, else None."""
             for batch in self._batches:
                 if batch.error is not None and path_to(batch.batch, features) is not None:
@@ -243,4 +243,4 @@ class SparseDataDistUtil:
                     self._calls.append((module, path))
             return None
 
-        return ahead
+        return take_lookup

@@ -122,7 +122,7 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
         return f"eviction_threshold={self.eviction_threshold}"
 
 
-def keys_of(policy: object, num_embeddings: int, name: str) -> Hashed:
+def hashed_config(policy: object, num_embeddings: int, name: str) -> Hashed:
     """Return the `Hashed` configuration for a virtual table with an eviction policy.
 
     Args:

@@ -61,13 +61,13 @@ def wrong_kind(
         {"list of integer", "list of number"},
     )
     if feature.found is not None and not is_same:
-        return changed_kind(feature.source, kind, feature.found, feature.name)
+        return changed_kind_message(feature.source, kind, feature.found, feature.name)
     if kind not in allowed:
         return f"column {feature.source!r} holds {kind}; feature {feature.name!r} takes {', '.join(allowed)}"
     return None
 
 
-def changed_kind(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
+def changed_kind_message(column: str, kind: Kind, fitted: Kind, feature: str) -> str:
     """Return the error message for a column with another kind than when its feature was fitted.
 
     Args:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.column_feature import changed_kind, check_time, need_fitted, wrong_kind
+from meshrec.data.features.column_feature import changed_kind_message, check_time, need_fitted, wrong_kind
 from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.values import (
     DATE_PARTS,
@@ -74,7 +74,7 @@ class Cross(IdFeature):
             if kinds[column] == "number" and fitted in (None, "integer"):  # integers with nulls may be floats
                 continue
             if fitted is not None and kinds[column] != fitted:
-                return changed_kind(column, kinds[column], fitted, self.name)
+                return changed_kind_message(column, kinds[column], fitted, self.name)
             if kinds[column] not in ("integer", "text", "time"):
                 return f"column {column!r} holds {kinds[column]}; crosses take integers, texts, times"
         return None

@@ -8,7 +8,7 @@ from meshrec.compat.bridge.sparse.segments import (
     counts_between,
     positions_of,
     running_sum,
-    split_bags,
+    split_by_key,
     sums_of,
 )
 from meshrec.sparse.counting import count_per_key
@@ -194,7 +194,7 @@ class KeyedParts:
         result: dict[str, JaggedTensor] = {}
         weights, counts = self._weights, self.length_per_key()
         if len(counts) > 0:
-            lengths, offsets = split_bags(
+            lengths, offsets = split_by_key(
                 self.lengths(), self.stride_per_key(), self.variable_stride_per_key(), compute_offsets
             )
             values = torch.split(self._values, counts)

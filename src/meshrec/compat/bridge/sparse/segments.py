@@ -109,7 +109,7 @@ def permuted_segments(
     )
 
 
-def split_bags(
+def split_by_key(
     lengths: Tensor, strides: list[int], variable: bool, compute_offsets: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return lengths and offsets per key.
