@@ -25,6 +25,7 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
     # random.Random hashes strings with SHA-512, so all processes get the same seed, unlike with `hash`.
     source = random.Random(f"{seed}/{stream}")
     random.seed(source.getrandbits(128))
+    # NumPy's seeds have 32 bits.
     np.random.seed(source.getrandbits(32))
 
 

@@ -280,6 +280,7 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
             "template": {
                 "metadata": {"labels": labels, "annotations": {**scraped, "prometheus.io/path": "/metrics"}},
                 "spec": {
+                    # As long as the server waits for unanswered requests when it stops.
                     "terminationGracePeriodSeconds": 60,
                     "securityContext": _pod_security(),
                     "containers": [container],

@@ -170,6 +170,7 @@ class Predictor:
 
     def _check_same(self) -> None:
         """Raise PackageError if the package has been replaced since the manifest was read."""
+        # An unreadable manifest also means that the package was replaced.
         with contextlib.suppress(PackageError):
             if read_manifest(self.folder) == self._manifest:
                 return

@@ -330,6 +330,7 @@ class Lookahead:
         batch = error = None
         try:
             batch = BatchInFlight(self._mover.move_batch(next(iterator)))
+        # The data has ended on this rank, which the status tells the other ranks.
         except StopIteration:
             pass
         except Exception as caught:

@@ -290,6 +290,7 @@ def _effective_rows(draws: int, distinct: int, rows: int) -> float:
     # Even uniform lookups repeat this often.
     if _expected_distinct(high, draws) <= distinct:
         return high
+    # The expected count grows with the row count, so bisect. 60 halvings exceed the precision of a float.
     for _ in range(60):
         middle = (low + high) / 2
         if _expected_distinct(middle, draws) < distinct:

@@ -174,6 +174,7 @@ class Relaxation:
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
             sizes = np.unique(self._largest_CK[share_C > _USED, phase])
+            # Loads are scaled, so this tolerance covers the linear program's rounding errors.
             above = sizes[sizes > slowest_K[phase] + 1e-6]
             if len(above):
                 cut_at_K[phase] = above[len(above) // 2]

@@ -165,6 +165,7 @@ def _unlock(path: Path, descriptor: int) -> None:
 
 def _is_file_at(path: Path, descriptor: int) -> bool:
     """Return whether an open file is the file now at a path."""
+    # Another process may have removed the file after this one opened it.
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False

@@ -470,6 +470,7 @@ class _RankRun:
     def _held_back(self, dataset: "Dataset") -> int:
         """Return how many more samples a refit on all rows would have; 0 if a refit is not possible."""
         try:
+            # Raises for sources without a form that has all rows.
             self._job.recipe.data.all_rows()
         except ValueError:
             return 0

@@ -423,6 +423,7 @@ class Repository:
                 "loading %s again in %g s", ", ".join(repr(failure.name) for failure in failed), pause
             )
             with contextlib.suppress(asyncio.TimeoutError):
+                # Times out if the server does not stop during the pause. Otherwise, no retry follows.
                 await asyncio.wait_for(stop.wait(), pause)
                 return
             failed = await self._load_models(

@@ -157,6 +157,7 @@ def _parse_cost(reading: Body, signature: Signature) -> int:
 
 def _read_bodies(parent: socket.socket) -> None:
     """Main loop of the child process: parse the bodies that the parent sends, until it exits."""
+    # A sandbox may forbid it. Large bodies then compete with the scoring threads.
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     signatures: dict[int, Signature] = {}

@@ -225,6 +225,7 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
         thread.join()
         report, code = reports[0], 0
     finally:
+        # The parent may have stopped reading after its timeout.
         with contextlib.suppress(OSError):
             os.write(to, report[:_MAX_BYTES])
         os._exit(code)  # without the exit handlers inherited from the parent

@@ -165,6 +165,7 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
     try:
+        # Cuts are names of submodules. Stages may also start at a unit that no submodule's name identifies.
         return cuts if stages_at_cuts(traced, cuts) == list(stage_of) else []
     except ValueError:
         return []

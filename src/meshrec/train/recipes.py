@@ -183,6 +183,7 @@ def _recipes_of_file(name: str) -> list[str]:
     Recipes are functions annotated to return a Recipe, or if there are none, all public functions.
     """
     try:
+        # A file that cannot be parsed has no recipes to list. Loading it reports the error.
         body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
     except (OSError, ValueError, SyntaxError):
         return []

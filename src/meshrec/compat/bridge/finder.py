@@ -251,6 +251,7 @@ def explain(path: str) -> str:
         if reason is not None:
             return f"MeshRec has no {path}: {reason}"
     module, _, name = path.rpartition(".")
+    # Only names that are fairly similar: 0.6 is difflib's default.
     close = difflib.get_close_matches(name, MODULES.get(module, []), 1, 0.6)
     where = [other for other, names in MODULES.items() if name in names and other != module]
     if where:
