@@ -294,6 +294,7 @@ class HistoryModel(nn.Module):
             if self.repeats is not None:
                 used = used + self.repeats.weight.sum()
             return used * zeros_B2
+        # Before the mask: the scores of repeated items need the items' own rows.
         item_rows = history.values()
         if self._hidden is not None:
             history = self._mask_history(history, targets)
@@ -361,9 +362,11 @@ class HistoryModel(nn.Module):
         is_last_TL = items.is_last_BPL[sample_T, position_T]
         is_target_TL = is_last_TL & (items.ids_BL[sample_T] == targets.ids_T[:, None])
         # Where a sampled item first occurs in the history: it is in all longer prefixes.
+        # The largest tensor of a step: B * L * N bytes.
         is_drawn_BLN = items.ids_BL[:, :, None] == drawn_N
         first_BN = torch.where(is_drawn_BLN.any(1), is_drawn_BLN.int().argmax(1), len(stops_P))
         return HistoryItems(
+            # In the order of the fields of `HistoryItems`.
             torch.where(is_target_TL.any(1), weight_F[0], 1.0),
             (additions_TL * is_target_TL).sum(1),
             (scores_TL * weight_F[0] + additions_TL).masked_fill(~is_last_TL | is_target_TL, float("-inf")),
@@ -405,6 +408,8 @@ class HistoryModel(nn.Module):
         position_N = torch.arange(len(ids_N), device=ids_N.device) - history.offsets()[sample_N]
         # The mask depends on the sample's IDs only, so the rank and position in the batch do not matter.
         id_sums_B = torch.zeros_like(lengths_B, dtype=torch.int64).index_add(0, sample_N, ids_N)
+        # The low 10 bits count positions, so that the items of a history of up to 1024 items get different
+        # numbers.
         is_hidden = self.draws.uniform((id_sums_B[sample_N] << 10) + position_N) < self._hidden
         return _Targets(
             torch.cat([ids_N[is_hidden], targets.ids_T[is_next]]),

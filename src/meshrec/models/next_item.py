@@ -170,6 +170,7 @@ class NegativeSampler(nn.Module):
             grid = torch.arange(num_draws, device=device) + self.uniform(targets_T.new_zeros(1))
             points_N = (grid * (len(all_targets) / max(num_draws, 1))).long().clamp(max=len(all_targets) - 1)
             ids_N = all_targets.sort().values[points_N]
+            # `searchsorted` returns num_items for an ID above all items. The clamp keeps the index valid.
             index_N = torch.searchsorted(self.catalogue_I, ids_N).clamp(max=num_items - 1)
         else:
             points_N = self.uniform(torch.arange(num_draws, device=device))
@@ -313,6 +314,7 @@ def evaluate_targets(
     """
     target_scores_B = similarity.score_pairs(query_BD, target_BD)
     if new_users is not None:
+        # The target must be scored like the other items of its sample, or its rank would be meaningless.
         target_scores_B = torch.where(new_users.is_new_B, new_users.scores(target_B), target_scores_B)
     if repeated is not None:
         is_target_N = repeated.ids_N == target_B[repeated.sample_N]

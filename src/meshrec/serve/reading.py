@@ -165,7 +165,7 @@ def _read_bodies(parent: socket.socket) -> None:
         (number, signature), is_infer, header_length, body = receive(parent)
         if signature is not None:
             signatures[number] = signature
-            # The oldest first, in step with the parent's list of what it has sent.
+            # The oldest first, in step with the parent's list of sent signatures.
             while len(signatures) > _MAX_SIGNATURES:
                 del signatures[next(iter(signatures))]
         try:

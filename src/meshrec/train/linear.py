@@ -131,6 +131,7 @@ def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: 
             lengths = jagged.lengths()
             # The clamp avoids a division by 0 for empty bags, which have no entries anyway.
             share = 1.0 / lengths.clamp(min=1).double()
+            # share ** 0 is 1 for every ID, the entry for sum pooling.
             weights = torch.repeat_interleave(
                 share if table.pooling is PoolingType.MEAN else share**0, lengths
             )
@@ -196,6 +197,7 @@ def fit_regression(
             """Report progress over all penalties, from the finished share of the fit with this penalty."""
             tell((number + share) / len(_PENALTIES))
 
+        # Starts from the fit with the stronger penalty, which is close to this one's.
         last = _fit(train, transposed, penalty=penalty, start=last, tell=tell_share)
         logits = torch.from_numpy(held_out.inputs @ last)
         auc = area_under_curve(logits, torch.from_numpy(held_out.labels), held_out_weights)
@@ -267,6 +269,7 @@ def _fit(
         logits = data @ coefficients
         # log(1 + exp(x)) without overflow.
         losses = np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
+        # The clip keeps exp from overflowing. At 500, the probability differs from 0 or 1 by less than 1e-200.
         errors = of_samples * (1.0 / (1.0 + np.exp(-np.clip(logits, -500.0, 500.0))) - labels)
         gradient = (transposed @ errors + penalized * coefficients) * scale
         return float(losses @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num

@@ -355,7 +355,7 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
             worth = quality(dict(event.line))
             if worth is not None:
                 best.append(worth)
-                # The best value so far, because this is also what the finished trial returns. Pruning
+                # The best value so far, because a finished trial returns the best value, too. Pruning then
                 # compares like with like.
                 trial.report(max(best), len(best))
                 if trial.should_prune():
