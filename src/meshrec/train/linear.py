@@ -269,7 +269,7 @@ def _fit(
         logits = data @ coefficients
         # log(1 + exp(x)) without overflow.
         losses = np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))
-        # The clip keeps exp from overflowing. At 500, the probability differs from 0 or 1 by less than 1e-200.
+        # The clip keeps exp from overflowing. At 500, the probability is within 1e-200 of 0 or 1.
         errors = of_samples * (1.0 / (1.0 + np.exp(-np.clip(logits, -500.0, 500.0))) - labels)
         gradient = (transposed @ errors + penalized * coefficients) * scale
         return float(losses @ of_samples + penalized @ coefficients**2 / 2) / num, gradient / num
