@@ -257,7 +257,7 @@ std::tuple<Tensor, int64_t> cache_victims(Tensor counts, Tensor pins, int64_t ha
   const auto* pin = static_cast<const int32_t*>(pins.const_data_ptr());
   std::vector<int64_t> victims;
   // A clock with counts (GCLOCK): the hand passes over pinned slots, lowers counts, and takes slots whose
-  // count is 0. It continues at the same place in the next call.
+  // count is 0. The next call continues from there.
   std::vector<bool> taken(size_t(size), false);
   // Counts are at most 255, so after 256 turns all are 0, and another turn finds every unpinned slot.
   for (int64_t steps = 0; int64_t(victims.size()) < number && steps < 257 * size; ++steps) {

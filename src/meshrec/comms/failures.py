@@ -314,6 +314,7 @@ def _announcements(ranks: Sequence[int]) -> dict[int, _Announcement]:
     def ask(store: Any) -> None:
         """Read the announcements from the store into ``entries``."""
         for rank in ranks:
+            # Without the check, ``get`` would wait for a rank that announces nothing.
             if rank != me and store.check([_key(rank)]):
                 entries[rank] = _Announcement(*json.loads(store.get(_key(rank))))
 

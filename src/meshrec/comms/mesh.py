@@ -155,6 +155,7 @@ class ShardingEnv:
         return DeviceMesh.from_group(
             [self.replicate.group, self.shard.group],
             self.mesh.device_type,
+            # The axes node and local together are the shard axis.
             mesh=self.mesh.mesh.flatten(1),
             mesh_dim_names=("replicate", "shard"),
         )

@@ -105,7 +105,7 @@ class ErrorFeedback:
             values: result of ``add_residuals``.
             decoded: these values after encoding and decoding, as the receiver gets them.
         """
-        # ``values`` include the previous residual, so what is lost now replaces it.
+        # ``values`` include the previous residual, so the new error replaces it.
         lost = values - decoded
         # Infinity and NaN arrive unchanged; as residuals they would spoil all later gradients.
         lost = torch.where(lost.isfinite(), lost, 0.0)

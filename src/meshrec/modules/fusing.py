@@ -75,6 +75,7 @@ def fuse(
         )
     # All checks come before any change, so an error leaves the module as it was.
     _check_not_shared(trained_tables)
+    # Before the updaters, which build hashed tables with the seeds that are set at that time.
     seed_by_path(collections)
     optimizers: dict[str, KeyedOptimizer] = {}
     for path, child in collections.items():

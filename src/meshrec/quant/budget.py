@@ -237,6 +237,7 @@ class _Search:
         if not small:
             return False
         name = max(small, key=lambda candidate: float(changes[candidate][types[candidate]].mean()))
+        # Never empty: the data type from which the search started is among the changes.
         larger = [
             candidate
             for candidate in changes[name]

@@ -275,6 +275,7 @@ class Noise(NamedTuple):
         """
         # Two 64-bit hashes per row, then a 32-bit hash per value, which vectorizes better.
         low = self._row_bits(_float_bits(scale))
+        # Plus 2^32, so that a scale and a midpoint with equal bits give different hashes.
         high = self._row_bits(_float_bits(midpoint) + (1 << 32))
         columns = torch.arange(self.origin, self.origin + dim, device=self.keys.device)
         x = (columns * 0x9E3779B9 + low[:, None]) & _MASK

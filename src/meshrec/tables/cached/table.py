@@ -645,7 +645,7 @@ class FileTable:
             if workers.error is not None:
                 # An earlier read failed, and this batch may have found the missing row's slot as a hit.
                 raise workers.error
-            # Reads come before the log: a row that was just read may have to be logged.
+            # Reads come before the log: the log may need rows that are read here.
             if reads is not None:
                 self.stored.file.read(reads.keys, cache.memory, reads.slots)
             for log, slots in logs:

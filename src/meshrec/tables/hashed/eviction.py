@@ -554,11 +554,13 @@ def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup
         The range; all zeros if no rank has a marked value.
     """
     # A gather through a sum: every rank fills only one row.
+    # A row per rank, filled only by that rank, so that a sum over ranks gathers all rows.
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
     local_ranges = [marked_range(*part) for part in parts]
     if local_ranges:
         least, greatest, counts = torch.stack(local_ranges).unbind(1)
         ranges[ranks.rank] = torch.stack([least.min(), greatest.max(), counts.sum()])
+    # A rank without marked values has neither a minimum nor a maximum.
     rows = [row for row in ranks.sum(ranges.view(-1)).view(-1, 3).tolist() if row[2]]
     if not rows:
         return ValueRange(0, 0, 0)

@@ -141,6 +141,7 @@ class GrowingRows:
             for new, old in zip(room, self.tensors, strict=True):
                 new[: self.num_rows] = old[: self.num_rows]
         for part, new in zip(self.tensors, room, strict=True):
+            # In place, because other code holds these tensors.
             part.data = new
 
 
