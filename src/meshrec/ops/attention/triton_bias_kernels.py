@@ -69,7 +69,7 @@ def _sum_over_heads(
 
     Args:
         tokens: `AttentionTokens`.
-        results: `AttentionResults`.
+        results: `BackwardInputs`.
         rows: the queries of the tile: first query of the sample, positions within the sample's queries, mask.
         keys: the keys of the tile: first token of the sample, positions within the sample, mask.
         shared_state: values equal for all heads: bias and attention mask of the tile, ``max_length``.

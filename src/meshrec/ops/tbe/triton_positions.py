@@ -105,11 +105,11 @@ def _positions(
         segment_bounds(num_bags, None if segments is None else torch.tensor(segments), num_keys)
     )
     feature_keys = list(keys)
+    # R blocks by F features: first bag of the key that the feature reads, and the bag after its last bag.
     first_RF, end_RF = (
         bounds[:-1].view(-1, num_keys)[:, feature_keys],
         bounds[1:].view(-1, num_keys)[:, feature_keys],
     )
-    # R blocks by F features: the first and last bag of the key that the feature reads.
     bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
     if flat:
         # Flat output: one [bags, width] matrix after another.
