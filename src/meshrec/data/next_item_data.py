@@ -325,16 +325,14 @@ class _TrainingSamples:
         history: maximum history length, in items.
         windows: whether samples are windows. Windows are cut from the user's last item backward, so a user's
             last sample number has the oldest items, and may be shorter.
-        num_pairs: training items with an earlier item, per user, [num_users]: the possible targets.
-        offsets: int64 [num_users + 1]. User u has the sample numbers ``offsets[u]`` to ``offsets[u + 1]``,
-            exclusive.
+        offsets: int32 or int64 [num_users + 1]. User u has the sample numbers ``offsets[u]`` to
+            ``offsets[u + 1]``, exclusive.
     """
 
     log: Interactions
     stops: Ints
     history: int
     windows: bool
-    num_pairs: Ints
     offsets: Ints
 
     @staticmethod
@@ -347,14 +345,14 @@ class _TrainingSamples:
             history: maximum history length, in items.
             windows: whether samples are windows.
         """
-        # The first item of a user has no history.
-        num_pairs = np.maximum(stops - log.firsts - 1, 0)
+        num_pairs = _num_pairs(log, stops)
         # Rounded up: a user's last window may be shorter.
         num_samples = -(-num_pairs // history) if windows else num_pairs
         offsets = np.concatenate([[0], np.cumsum(num_samples)])
-        return _TrainingSamples(
-            log=log, stops=stops, history=history, windows=windows, num_pairs=num_pairs, offsets=offsets
-        )
+        # Logs may have many millions of users.
+        if offsets[-1] < 1 << 31:
+            offsets = offsets.astype(np.int32)
+        return _TrainingSamples(log=log, stops=stops, history=history, windows=windows, offsets=offsets)
 
     @property
     def num_samples(self) -> int:
@@ -364,12 +362,13 @@ class _TrainingSamples:
     @property
     def average_length(self) -> float:
         """Mean history length over all training samples, in items."""
+        num_pairs = _num_pairs(self.log, self.stops)
         if self.windows:
             # A window has as many history items as targets, and a target is in one window.
-            return int(self.num_pairs.sum()) / self.num_samples
+            return int(num_pairs.sum()) / self.num_samples
         # A user's samples have 1, 2, ... history items, up to the maximum.
-        growing = np.minimum(self.num_pairs, self.history)
-        total = growing * (growing + 1) // 2 + (self.num_pairs - growing) * self.history
+        growing = np.minimum(num_pairs, self.history)
+        total = growing * (growing + 1) // 2 + (num_pairs - growing) * self.history
         return int(total.sum()) / self.num_samples
 
     def targets(self, numbers: Ints) -> Targets:
@@ -377,11 +376,26 @@ class _TrainingSamples:
 
         A window has several targets. This is the last one, and `HistoryReader` adds the earlier ones.
         """
+        # With another dtype, NumPy would copy all offsets.
+        numbers = numbers.astype(self.offsets.dtype, copy=False)
         users = np.searchsorted(self.offsets, numbers, side="right") - 1
         numbers = numbers - self.offsets[users]
         if self.windows:
             return Targets(users, self.stops[users] - 1 - numbers * self.history)
         return Targets(users, self.log.firsts[users] + 1 + numbers)
+
+
+def _num_pairs(log: Interactions, stops: Ints) -> Ints:
+    """Return the number of training items with an earlier item per user, int64 [num_users].
+
+    These items are the possible targets.
+
+    Args:
+        log: interactions.
+        stops: training data end per user, exclusive, [num_users].
+    """
+    num_pairs: Ints = np.maximum(stops - log.firsts - 1, 0)
+    return num_pairs
 
 
 def _catalogue(log: Interactions) -> KeyedJaggedTensor:
