@@ -190,7 +190,11 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             folder: folder to create. It must not exist, or be empty.
         """
         # ``load`` needs the constructor arguments, and the attributes set by ``fit``.
-        about = {"class": type(self).__name__, "params": self.get_params(), "fitted": self._fitted()}
+        about = {
+            "class": type(self).__name__,
+            "params": self.get_params(),
+            "fitted": self._fitted_attributes(),
+        }
         run = self.run_
         with durable_folder(Path(folder)) as parts:
             (parts / _ABOUT).write_text(json.dumps(about, default=_to_json) + "\n", encoding="utf-8")
@@ -219,7 +223,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             setattr(estimator, name, np.array(value) if name in ("classes_", "feature_names_in_") else value)
         return estimator
 
-    def _fitted(self) -> dict[str, Any]:
+    def _fitted_attributes(self) -> dict[str, Any]:
         """Return the attributes that `fit` has set and `save` must store, by name."""
         # scikit-learn's convention: attributes set by ``fit`` end with an underscore.
         names = ("_library", "_positive", "_target")

@@ -1,6 +1,12 @@
 import pytest
 
-from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError, agreed, combined, ranks_of
+from meshrec.checkpoint.agreement import (
+    CheckpointError,
+    DamagedCheckpointError,
+    agreed,
+    combined_error,
+    ranks_of,
+)
 from meshrec.testing import RankError
 
 
@@ -50,6 +56,6 @@ def open_nothing():
 
 
 def test_different_reasons_are_all_told():
-    error = combined({0: ValueError("a"), 2: OSError("b")}, "saving")
+    error = combined_error({0: ValueError("a"), 2: OSError("b")}, "saving")
     assert isinstance(error, CheckpointError)
     assert str(error) == "saving failed: rank 0: a; rank 2: OSError: b"

@@ -1,7 +1,7 @@
 import pytest
 
 from meshrec.comms.agreement import raise_as_one, together
-from meshrec.comms.failures import combined, sendable
+from meshrec.comms.failures import combined_error, sendable
 from meshrec.comms.mesh import Axis, default_env
 from meshrec.ops.operators import InputError, OutOfMemoryError
 
@@ -47,6 +47,6 @@ def test_a_single_process_raises_the_error_itself():
 
 
 def test_errors_of_several_kinds_are_a_runtime_error():
-    error = combined({0: ValueError("a"), 2: sendable(OSError("b"))}, size=4)
+    error = combined_error({0: ValueError("a"), 2: sendable(OSError("b"))}, size=4)
     assert type(error) is RuntimeError
     assert str(error) == "rank 0: a\nrank 2: OSError: b"

@@ -82,7 +82,7 @@ def with_a_failing_kernel(error):
     module, errors = make(), []
     with pytest.MonkeyPatch.context() as patch:
         if default_env().world.rank == 1:
-            patch.setattr(operators, "route_ids", operators.checked(raising(error)))
+            patch.setattr(operators, "route_ids", operators.with_translated_errors(raising(error)))
         try:
             module(features()).wait()
         except Exception as caught:

@@ -24,7 +24,7 @@ def raising(error):
     def operator(*_):
         raise error
 
-    return operators.checked(operator)
+    return operators.with_translated_errors(operator)
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])

@@ -30,7 +30,7 @@ class Modulo:
         Modulo.num_calls += 1
         return Resolved(keys % ROWS - self.first_row)
 
-    def keys_of(self, slots):
+    def keys_at(self, slots):
         return slots + self.first_row
 
 

@@ -79,7 +79,7 @@ class DictTable:
         weakref.finalize(pin, self._pins.subtract, slots.tolist())
         return Resolved(slots, pin)
 
-    def keys_of(self, slots):
+    def keys_at(self, slots):
         keys = {slot: key for key, slot in self._slots.items()}
         return torch.tensor([keys[slot] for slot in slots.tolist()], dtype=torch.int64)
 

@@ -69,11 +69,11 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
     outcomes = gather_objects(outcome, axis, action)
     errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     if errors:
-        raise combined(errors, action)
+        raise combined_error(errors, action)
     return [result for result, _ in outcomes]
 
 
-def combined(errors: dict[int, Exception], action: str) -> Exception:
+def combined_error(errors: dict[int, Exception], action: str) -> Exception:
     """Combine the errors of several ranks into a single error whose message names the ranks.
 
     Args:

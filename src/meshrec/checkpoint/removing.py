@@ -16,12 +16,12 @@ from meshrec.checkpoint.manifest import FORMAT, MANIFEST
 from meshrec.durable import (
     Mark,
     mark,
-    marks,
     open_regular,
     release,
     remove_empty,
     remove_link,
     remove_named,
+    unlocked_marks,
 )
 
 KIND = "checkpoint"
@@ -70,7 +70,7 @@ def saves_in(folder: Path, *, current: str | None = None) -> set[str]:
     """
     head = _read_manifest_start(folder)
     named = {match.decode() for match in _DATA.findall(head)} if FORMAT.encode() in head else set()
-    saves = named | {save_mark.id for save_mark in marks(folder, KIND, moved=True, held=current)}
+    saves = named | {save_mark.id for save_mark in unlocked_marks(folder, KIND, moved=True, excluded=current)}
     return saves - {current}
 
 

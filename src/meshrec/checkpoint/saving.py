@@ -39,7 +39,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
+from meshrec.checkpoint.agreement import (
+    CheckpointError,
+    agreed,
+    as_checkpoint_error,
+    combined_error,
+    ranks_of,
+)
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
@@ -513,7 +519,7 @@ class _RankShare(NamedTuple):
 
 @contextmanager
 def _convert_dcp_errors(action: str) -> Iterator[None]:
-    """Context manager that replaces DCP's CheckpointException by the error from `combined`.
+    """Context manager that replaces DCP's CheckpointException by the error from `combined_error`.
 
     The error names the failed ranks, and is the same on all ranks.
     """
@@ -529,4 +535,4 @@ def _convert_dcp_errors(action: str) -> Iterator[None]:
                 else CheckpointError(f"it was interrupted ({type(wrapped[0]).__name__})")
                 for rank, wrapped in error.failures.items()
             }
-            raise combined(failures, action) from error
+            raise combined_error(failures, action) from error

@@ -185,12 +185,12 @@ class SnapshotParts:
         self._snapshots: dict[int, TableSnapshot] = {}
         try:
             shared = shared_memory()
-            self.parts = [part._replace(tensor=self._frozen(part.tensor, shared)) for part in parts]
+            self.parts = [part._replace(tensor=self._fork_safe(part.tensor, shared)) for part in parts]
         except BaseException:
             self.close()
             raise
 
-    def _frozen(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
+    def _fork_safe(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
         """Return a tensor with the same values that may be read in a forked process.
 
         Args:

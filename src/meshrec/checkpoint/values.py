@@ -85,7 +85,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return set(items)
     if not all(isinstance(item, list) and len(item) == 2 for item in items):
         raise ValueError(f"{mark} holds something other than pairs")
-    pairs = {_key(key): item for key, item in items}
+    pairs = {_hashable_key(key): item for key, item in items}
     return Counter(pairs) if mark == "__counter__" else pairs
 
 
@@ -111,7 +111,7 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tens
     return {"__counter__" if counter else "__items__": pairs}
 
 
-def _key(key: Any) -> Any:
+def _hashable_key(key: Any) -> Any:
     """Convert a decoded key to a hashable value."""
     return tuple(key) if isinstance(key, list) else key
 

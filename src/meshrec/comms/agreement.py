@@ -32,7 +32,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from meshrec.comms.collectives import gather_objects
-from meshrec.comms.failures import KINDS, combined, sendable
+from meshrec.comms.failures import KINDS, combined_error, sendable
 from meshrec.comms.mesh import Axis
 from meshrec.plan.sharding_plan import ShardingPlan
 
@@ -73,13 +73,13 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
         name: name of the operation, for errors in the exchange itself.
 
     Raises:
-        Exception: the error itself if ``axis`` has a single rank, otherwise the result of `combined`.
+        Exception: the error itself if ``axis`` has a single rank, otherwise the result of `combined_error`.
     """
     try:
         if axis.size > 1:
             # With ``from``, the traceback on this rank also shows the error raised here.
             if errors := gather_errors(error, axis, name):
-                raise combined(errors, axis.size) from error
+                raise combined_error(errors, axis.size) from error
         elif error is not None:
             raise error
     finally:

@@ -175,7 +175,7 @@ class DenseGradients:
         in_progress, self._in_progress = self._in_progress, []
         has_means = not self.adds_in_order or self._peers is not None
         # Start to send all means before waiting for any, so exchanges of different buckets overlap.
-        means = [bucket.terms if has_means else self._means(bucket) for bucket in in_progress]
+        means = [bucket.terms if has_means else self._average_and_send(bucket) for bucket in in_progress]
         for bucket, in_flight in zip(in_progress, means, strict=True):
             mean = in_flight.wait()
             # The means may be in another tensor or dtype than DDP's buffer.
@@ -185,7 +185,7 @@ class DenseGradients:
             if not bucket.future.done():
                 bucket.future.set_result(bucket.buffer)
 
-    def _means(self, bucket: _Bucket) -> InFlight:
+    def _average_and_send(self, bucket: _Bucket) -> InFlight:
         """Wait for the gradients from all ranks, average this rank's share, and start to send the means.
 
         Returns:

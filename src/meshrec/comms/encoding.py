@@ -19,7 +19,7 @@ from meshrec.ops import operators
 class Columns(NamedTuple):
     """Layout of a row in a message. All tuples have an entry per column, in message order.
 
-    A column is the part of the row that belongs to one lookup in a table. It has several values.
+    A column is the part of a row that belongs to one lookup in a table. It is several values wide.
     """
 
     widths: tuple[int, ...]  # values in the column

@@ -15,7 +15,7 @@ the same error without waiting for the timeout.
   would exchange wrong rows.
 - If a rank has failed alone, the ranks are out of step. Ranks which receive the error announce this, and the
   process group rejects further collectives.
-- An error on which the ranks have agreed (``combined``) is not announced.
+- An error on which the ranks have agreed (``combined_error``) is not announced.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exce
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def combined(
+def combined_error(
     errors: Mapping[int, Exception], size: int, kinds: Sequence[type[Exception]] = KINDS
 ) -> Exception:
     """Combine the errors from several ranks into one error, which all ranks raise.
@@ -225,7 +225,7 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
     errors = _lone_errors(ranks)
     if not errors:
         return None
-    error = combined(errors, len(ranks))
+    error = combined_error(errors, len(ranks))
     if group is not None and group not in _lost:
         _lost[group] = str(error)
         # Other ranks must reject collectives, too.

@@ -112,7 +112,7 @@ class Recorder:
             # Event times can only be read after the events have completed.
             torch.cuda.synchronize()
         for mark, following in zip(self._marks, self._marks[1:], strict=False):
-            seconds = _between(mark.stamp, following.stamp)
+            seconds = _elapsed_seconds(mark.stamp, following.stamp)
             self.seconds[mark.phase] = self.seconds.get(mark.phase, 0.0) + seconds
 
     def _mark(self, name: str) -> None:
@@ -140,7 +140,7 @@ class _RecordedPhase(AbstractContextManager[None]):
         self._recorder.leave()
 
 
-def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
+def _elapsed_seconds(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
     """Return the seconds between two stamps, which are times in seconds or CUDA events."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)

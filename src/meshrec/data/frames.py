@@ -36,7 +36,7 @@ def to_table(frame: Any) -> "pa.Table":
         return plain_table(frame)
     # By module name, because pandas may not be installed.
     if type(frame).__module__.split(".")[0] == "pandas":
-        return plain_table(_of_pandas(frame))
+        return plain_table(_from_pandas(frame))
     if type(frame).__module__.startswith("datasets."):  # handles index-based row selections
         return plain_table(frame.with_format("arrow")[:])
     if hasattr(frame, "__arrow_c_stream__"):
@@ -53,7 +53,7 @@ def to_table(frame: Any) -> "pa.Table":
     )
 
 
-def _of_pandas(frame: Any) -> "pa.Table":
+def _from_pandas(frame: Any) -> "pa.Table":
     """Convert a pandas table to Arrow. The error names the first column that Arrow cannot represent."""
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)

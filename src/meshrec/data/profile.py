@@ -367,7 +367,7 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
     if kind in ("number", "integer", "time"):
         values = floats_of(array, None, "s")
         usable = is_finite & np.isfinite(values)
-        area = _area(values[usable], positive[usable])
+        area = _auc(values[usable], positive[usable])
         areas += [] if area is None else [max(area, 1 - area)]
     hashes = hashes_of(array)
     half = np.arange(len(hashes)) % 2 == 0  # sampled rows are in random order
@@ -378,12 +378,12 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
     sums = np.bincount(key_of_row[fitted], positive[fitted], minlength=len(keys))
     prior = positive[fitted].mean() if fitted.any() else 0.5
     # Smoothed by one prior sample, so unseen values get the mean.
-    area = _area(((sums + prior) / (num + 1))[key_of_row][evaluated], positive[evaluated])
+    area = _auc(((sums + prior) / (num + 1))[key_of_row][evaluated], positive[evaluated])
     areas += [] if area is None else [max(area, 0.5)]
     return max(areas, default=None)
 
 
-def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> float | None:
+def _auc(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> float | None:
     """Return the AUC of scores [n] for a mask of the positive rows [n]; None if a class has no row."""
     return area_under_curve(torch.from_numpy(scores), torch.from_numpy(positive))
 

@@ -78,7 +78,7 @@ class TimeOrder(NamedTuple):
         order = cls(ranks, *masks)
         return order if order.test.sum() >= _MIN_ROWS else None
 
-    def new_share(self, keys: npt.NDArray[Any], is_present: Bools) -> float:
+    def unseen_share(self, keys: npt.NDArray[Any], is_present: Bools) -> float:
         """Return the share of test rows whose key is absent from the training rows.
 
         Rows are split by time. The result is 0 if the share in a random split exceeds ``_BY_CHANCE`` times
@@ -176,7 +176,7 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
         is_present = np.ones(len(hashes), dtype=bool) if missing is None else ~missing
         # IDs drift only if they have few values, or are ordered in time.
         if column.distinct <= _FEW_VALUES or order.is_ordered(decoded(array), is_present):
-            shares.append(order.new_share(hashes, is_present))
+            shares.append(order.unseen_share(hashes, is_present))
     if column.kind in ("integer", "number"):
         shares.append(order.share_outside(floats_of(array, None, "s")))
     return max(shares, default=0.0)
@@ -195,4 +195,4 @@ def is_drifting_cross(profile: Profile, columns: tuple[str, str], order: TimeOrd
         for name in columns
     ]
     keys = codes[0] * (codes[1].max(initial=0) + 1) + codes[1]
-    return order.new_share(keys, np.ones(len(keys), dtype=bool)) >= _NEW
+    return order.unseen_share(keys, np.ones(len(keys), dtype=bool)) >= _NEW

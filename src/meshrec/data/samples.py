@@ -170,7 +170,7 @@ def _concatenated_or_none(pieces: Sequence[Samples], field: str) -> Any:
     return None if any(array is None for array in arrays) else np.concatenate(arrays)
 
 
-def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
+def regroup_into_windows(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
     """Regroup samples from pieces with any sizes into windows with ``size`` samples.
 
     Example: pieces with 3, 1 and 4 samples, skip 1 and size 4 give windows with 4 and 3 samples.

@@ -13,7 +13,7 @@ from meshrec.data.dataset import RowsOfFile
 from meshrec.data.exact_columns import as_integers
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import hash_bytes, mix
-from meshrec.data.samples import Bools, Ints, Samples, rewindowed
+from meshrec.data.samples import Bools, Ints, Samples, regroup_into_windows
 from meshrec.data.streaming import Source
 
 Parts = npt.NDArray[np.int8]
@@ -268,7 +268,9 @@ class SelectedRows(Source):
         # window.
         start_window = int(rows[first * size]) // size
         num_before = int(selected[: start_window * size].sum())
-        yield from rewindowed(self._pieces(block, start_window, size), first * size - num_before, size)
+        yield from regroup_into_windows(
+            self._pieces(block, start_window, size), first * size - num_before, size
+        )
 
     def _pieces(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Yield the selected samples in every window of the original source, from window ``first`` on."""

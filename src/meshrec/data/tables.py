@@ -12,7 +12,7 @@ from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.nearest import missing_column
 from meshrec.data.order import check_seed
-from meshrec.data.samples import Samples, rewindowed, void_samples
+from meshrec.data.samples import Samples, regroup_into_windows, void_samples
 from meshrec.data.splitting import Part, Split
 from meshrec.data.streaming import Source, StreamReader
 
@@ -49,7 +49,7 @@ class EncodedRows(ABC):
             first: number of the first window to yield.
             size: rows per window.
         """
-        yield from rewindowed(self.pieces(block, first * size, size), first * size, size)
+        yield from regroup_into_windows(self.pieces(block, first * size, size), first * size, size)
 
 
 class Tables(ABC):

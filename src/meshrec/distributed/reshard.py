@@ -104,7 +104,7 @@ def reshard_tables(
     for path, module in built.items():
         names = [table.name for table in module.routing.tables]
         check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
-    trained = _trained(built, env)
+    trained = _trained_tables(built, env)
     _check_fused(built, trained)
     # From here to the end, memory holds both plans' tables.
     allocated: dict[str, _NewTables] = {}
@@ -162,7 +162,7 @@ class _NewTables(NamedTuple):
         return assemble(blueprint, contents)
 
 
-def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
+def _trained_tables(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
     """Return (module path, table name) for all tables which are trained on some rank. Collective.
 
     A rank without a shard of a table cannot tell whether the table is trained.

@@ -7,7 +7,7 @@ import torch
 
 from meshrec.comms.agreement import gather_errors
 from meshrec.comms.collectives import all_gather
-from meshrec.comms.failures import KINDS, combined
+from meshrec.comms.failures import KINDS, combined_error
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing
 from meshrec.tables.cached.file import RowFileError
@@ -76,7 +76,7 @@ class RowArrival:
         statuses = all_gather(status, world, "arrival of rows").wait().view(world.size, -1)
         if statuses[:, 0].any():
             errors = gather_errors(error, world, "errors of arriving rows", _KINDS)
-            raise combined(errors, world.size, _KINDS) from error
+            raise combined_error(errors, world.size, _KINDS) from error
         # Slots may differ between replicas, but not inside a replica group.
         first = self._env.replicate.rank * self._env.shard.size
         traces = statuses[first : first + self._env.shard.size, 1:]

@@ -41,7 +41,7 @@ class _FixedMarks:
         """
         if self.table.index is not None:
             # Marks are by key, because a slot of a cache later holds another row.
-            slots = self.table.index.keys_of(slots) - self._first
+            slots = self.table.index.keys_at(slots) - self._first
         self._marks.index_fill_(0, slots, now)
 
     def touched(self, since: int) -> Tensor:
@@ -84,7 +84,7 @@ class _HashedMarks:
         """Return the keys of all live rows changed after update ``since``, ascending, int64."""
         alive = self.table.memory[ALIVE][: len(self._marks)]
         slots = ((self._marks > since)[: len(alive)] & alive).nonzero()[:, 0]
-        return self.table.keys_of(slots).sort().values
+        return self.table.keys_at(slots).sort().values
 
     def evicted(self, since: int, now: int) -> Tensor:
         """Return the keys evicted after update ``since`` which have no row now, ascending, int64.

@@ -20,7 +20,7 @@ from meshrec.durable.files import (
     sync_folder,
     write_durably,
 )
-from meshrec.durable.marks import PREFIX, Mark, mark, marks, release
+from meshrec.durable.marks import PREFIX, Mark, mark, release, unlocked_marks
 from meshrec.durable.removal import CreatedPath, is_below, remove_empty, remove_link, remove_named
 from meshrec.durable.scratch import (
     abandon_scratch,
@@ -47,7 +47,6 @@ __all__ = [
     "join_scratch",
     "make_scratch",
     "mark",
-    "marks",
     "name_full_disk",
     "open_regular",
     "read_digests",
@@ -62,6 +61,7 @@ __all__ = [
     "sha256_of",
     "sync_folder",
     "tree_hash_of",
+    "unlocked_marks",
     "unsealed",
     "verify_file",
     "verify_folder",

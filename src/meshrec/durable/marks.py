@@ -54,7 +54,7 @@ class Mark(NamedTuple):
             names: regular expression. A file is deleted if it matches the whole name.
         """
         pattern = re.compile(names)
-        remove_named(self.folder, (name for name in _names(self.folder) if pattern.fullmatch(name)))
+        remove_named(self.folder, (name for name in _file_names(self.folder) if pattern.fullmatch(name)))
         remove_named(self.folder, [self.path.name])
 
     def remove_all(self) -> None:
@@ -99,7 +99,9 @@ def mark(folder: Path, kind: str, *, id: str | None = None) -> tuple[Mark, int]:
     return new_mark, descriptor
 
 
-def marks(folder: Path, kind: str, *, moved: bool = False, held: str | None = None) -> list[Mark]:
+def unlocked_marks(
+    folder: Path, kind: str, *, moved: bool = False, excluded: str | None = None
+) -> list[Mark]:
     """Return the marks in a folder that are valid and not locked.
 
     A folder with at least one such mark may be deleted by this user. If the list is empty, the folder may be
@@ -110,13 +112,13 @@ def marks(folder: Path, kind: str, *, moved: bool = False, held: str | None = No
         kind: required use of the folder, such as "checkpoint". A mark for another use is not valid.
         moved: whether to accept a folder moved or restored from a backup, and a file system without locks.
             The caller must then hold another lock on the folder.
-        held: ID of a mark locked by the caller. This mark is not returned, and no time is lost with attempts
-            to lock it (30 ms).
+        excluded: ID of a mark locked by the caller. This mark is not returned, and no time is lost with
+            attempts to lock it (30 ms).
     """
     if folder.is_symlink():
         return []
-    names = (_NAME.fullmatch(name) for name in _names(folder))
-    candidates = [Mark(folder, name[1], kind) for name in names if name and name[1] != held]
+    names = (_NAME.fullmatch(name) for name in _file_names(folder))
+    candidates = [Mark(folder, name[1], kind) for name in names if name and name[1] != excluded]
     return [candidate for candidate in candidates if _is_valid(candidate, moved)]
 
 
@@ -186,7 +188,7 @@ def _is_free(descriptor: int, *, without_locks: bool) -> bool:
     return False
 
 
-def _names(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     """Return the file names in a folder; an empty list if it cannot be read."""
     with contextlib.suppress(OSError):
         return os.listdir(folder)

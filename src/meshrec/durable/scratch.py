@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshrec.durable.files import open_regular, sync_folder
-from meshrec.durable.marks import PREFIX, Mark, mark, marks
+from meshrec.durable.marks import PREFIX, Mark, mark, unlocked_marks
 from meshrec.durable.removal import CreatedPath
 
 
@@ -153,5 +153,5 @@ def durable_folder(folder: Path) -> Iterator[Path]:
 
 def _remove_abandoned(folder: Path, kind: str) -> None:
     """Remove a scratch folder with this kind, if it has a valid mark and no process holds the lock."""
-    for free_mark in marks(folder, kind):
+    for free_mark in unlocked_marks(folder, kind):
         free_mark.remove_all()

@@ -143,7 +143,7 @@ class _Sharing:
             (_ELEMENTWISE, self._elementwise),
             (_ROWWISE, self._rowwise),
             (_BINARY, self._binary),
-            ({_DOTS}, self._dots),
+            ({_DOTS}, self._dot_products),
         ):
             if node.target in targets:
                 return rule
@@ -300,7 +300,7 @@ class _Sharing:
         shared = self._call(node.target, *arguments, **node.kwargs)
         return SharedColumns(None, shared, tuple((True, column) for column in range(_shape(shared)[1])))
 
-    def _dots(self, node: Node) -> SharedColumns | None:
+    def _dot_products(self, node: Node) -> SharedColumns | None:
         """Compute dot products of two shared vectors once per shared row.
 
         The original node still computes all dot products per sample. Nodes that read products of shared

@@ -10,13 +10,17 @@ from meshrec.metrics.named import METRICS, leading_metric, leading_text, metric_
 from meshrec.metrics.queries import query_metrics
 from meshrec.metrics.regression import regression_metrics
 from meshrec.metrics.retrieval import rank_intervals, rank_metrics
-from meshrec.metrics.windowed import Computed
+from meshrec.metrics.windowed import MetricValues
+
+Computed = MetricValues
+"""Former name of `MetricValues`."""
 
 __all__ = [
     "METRICS",
     "Computed",
     "Interval",
     "MetricSet",
+    "MetricValues",
     "area_under_curve",
     "auc_interval",
     "binary_curves",

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshrec.metrics.areas import auc_from_ties, average_precision, none_if_nan, valid_click_labels
 from meshrec.metrics.binary import BinarySums, binary_sums, metrics_from_sums
 from meshrec.metrics.gathering import check_values, drop_unweighted, stack_columns
-from meshrec.metrics.windowed import Computed, WindowedSum
+from meshrec.metrics.windowed import MetricValues, WindowedSum
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -129,14 +129,14 @@ class MetricSet:
         )
         self.update(torch.logit(probabilities_n, eps=1e-12), labels, weights)
 
-    def compute(self) -> Computed:
+    def compute(self) -> MetricValues:
         """Compute all metrics over all ranks, and start a new window. Collective.
 
         Undefined metrics are omitted: AUC and AUPRC if all labels are equal, and all metrics without samples.
         With a NaN logit, all are NaN.
         """
         self._flush()
-        computed = Computed(*(self._metrics(totals) for totals in self._sums.take()))
+        computed = MetricValues(*(self._metrics(totals) for totals in self._sums.take()))
         for name, extra in self._extra.items():
             for metrics, metric in zip(computed, extra, strict=True):
                 if metrics:

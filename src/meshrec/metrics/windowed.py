@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Computed(NamedTuple):
+class MetricValues(NamedTuple):
     """Result of ``MetricSet.compute``: metric values by name, for the last window and for the whole run."""
 
     window: dict[str, float]

@@ -2,10 +2,11 @@
 
 [Note: errors of operators]
 
-Every attribute in this module is the operator ``torch.ops.meshrec.<name>`` wrapped by `checked`. torch
-decides which Python exception a C++ exception becomes. Up to torch 2.14, ``std::invalid_argument`` becomes a
-ValueError; from 2.15 on, a RuntimeError, like memory errors. Kernels therefore start messages about invalid
-input with `INVALID`, and the wrapper raises `InputError` or `OutOfMemoryError` with any torch version.
+Every attribute in this module is the operator ``torch.ops.meshrec.<name>`` wrapped by
+`with_translated_errors`. torch decides which Python exception a C++ exception becomes. Up to torch 2.14,
+``std::invalid_argument`` becomes a ValueError; from 2.15 on, a RuntimeError, like memory errors. Kernels
+therefore start messages about invalid input with `INVALID`, and the wrapper raises `InputError` or
+`OutOfMemoryError` with any torch version.
 
 Compiled and exported graphs, TorchScript and AOTInductor call the operators without the wrapper. Code that
 runs such a program passes exceptions to `translate_error`.
@@ -55,7 +56,7 @@ def translate_error(error: Exception) -> Exception:
     return error
 
 
-def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
+def with_translated_errors(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls an operator, and raises errors as translated by `translate_error`."""
 
     @functools.wraps(operator, assigned=("__doc__",), updated=())
@@ -77,9 +78,9 @@ def checked(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Return the operator ``torch.ops.meshrec.<name>``, wrapped by `checked`."""
+    """Return the operator ``torch.ops.meshrec.<name>``, wrapped by `with_translated_errors`."""
     if name.startswith("__"):
         raise AttributeError(name)
     # Cached, because every training step calls a dozen operators.
-    call = globals()[name] = checked(getattr(torch.ops.meshrec, name).default)
+    call = globals()[name] = with_translated_errors(getattr(torch.ops.meshrec, name).default)
     return call

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshrec.comms.agreement import gather_errors
 from meshrec.comms.collectives import all_gather, gather_objects
-from meshrec.comms.failures import combined
+from meshrec.comms.failures import combined_error
 from meshrec.comms.mesh import Axis, default_env, group_device
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -83,7 +83,9 @@ class _StatusExchange:
         statuses, has_input = words[:, 0].tolist(), words[:, 1:].bool().all(0).tolist()
         error = self._error
         if _FAILED in statuses and self._axis.size > 1:
-            error = combined(gather_errors(self._error, self._axis, "errors of loaders"), self._axis.size)
+            error = combined_error(
+                gather_errors(self._error, self._axis, "errors of loaders"), self._axis.size
+            )
             # Keep this rank's traceback.
             error.__cause__ = self._error
         ended = [rank for rank, status in enumerate(statuses) if status == _END]

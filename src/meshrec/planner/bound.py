@@ -169,10 +169,9 @@ class LowerBound:
 
 
 class _BoxSplit(NamedTuple):
-    """Split of a box into a lower and an upper half.
+    """Split of a box into a lower and an upper half, by the slowest rank's load in a phase.
 
-    T, the slowest rank's load, is at most ``at_most`` in `phase` in the lower half, and at least ``at_least``
-    in the upper half.
+    The load is at most ``at_most`` in the lower half, and at least ``at_least`` in the upper half.
     """
 
     phase: int

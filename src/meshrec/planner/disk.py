@@ -205,7 +205,7 @@ def place_rows(
             continue
         left -= size.grow()
     _keep_whole_tables_in_memory(sizes, left)
-    placed = [size.placed() for size in sizes]
+    placed = [size.placed_table() for size in sizes]
     num_nodes = topology.world_size // topology.local_size
     # Files are on the disks of all nodes.
     needed = sum(table.file_bytes for table in placed)
@@ -304,7 +304,7 @@ class _CacheSize:
         """Return the additional memory bytes of the whole table in memory over the cache; may be negative."""
         return self.table.num_bytes - self.index_bytes - self.cached * self.row_bytes
 
-    def placed(self) -> PlacedTable:
+    def placed_table(self) -> PlacedTable:
         """Return how the table is split between memory and a file with the present cache size."""
         table = self.table
         if self.cached >= table.num_embeddings:

@@ -122,12 +122,12 @@ class EmbeddingShardingPlanner:
         assert group is not None
         # An error on rank 0 travels in the result. If it were raised before the broadcast, the other ranks
         # would hang.
-        outcome: list[_Planned | None] = [None]
+        outcome: list[_PlanOrError | None] = [None]
         if group.rank() == 0:
             try:
-                outcome = [_Planned(self.plan(module, sharders), None)]
+                outcome = [_PlanOrError(self.plan(module, sharders), None)]
             except Exception as error:
-                outcome = [_Planned(None, error)]
+                outcome = [_PlanOrError(None, error)]
         dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
         received = outcome[0]
         assert received is not None
@@ -180,7 +180,7 @@ def plan_tables(
     )
 
 
-class _Planned(NamedTuple):
+class _PlanOrError(NamedTuple):
     """Result that rank 0 broadcasts: a plan, or the error that planning raised."""
 
     plan: ShardingPlan | None

@@ -74,7 +74,7 @@ class Relaxation:
         num_phases = problem.load_PK.shape[1]
         # The objective: common seconds per table, and T_k per phase.
         self._cost = np.concatenate((problem.common_cost_C / scale, np.ones(num_phases)))
-        self._rows = _rows(problem, scale)
+        self._rows = _constraints(problem, scale)
         # Replaced by a solver without cuts whenever these have become too many. `_earlier_work` keeps the
         # work of the replaced ones.
         self._solver = Solver(self._cost, self._rows)
@@ -181,7 +181,7 @@ class Relaxation:
         return cut_at_K
 
 
-def _rows(problem: Problem, scale: float) -> ProgramRows:
+def _constraints(problem: Problem, scale: float) -> ProgramRows:
     """Return the linear program's constraints, without cutting planes.
 
     The variables are the table count per candidate [C], followed by T, the slowest rank's load per phase [K].

@@ -67,8 +67,8 @@ SETTLED = AnnealingSettings(0.001, 1.0, 32)
 """Settings for an already good plan: a low temperature, which does not destroy it."""
 
 
-class Start(NamedTuple):
-    """Initial plan to anneal, and an annealer which may use the plan's allowed candidates."""
+class InitialPlan(NamedTuple):
+    """Plan from which annealing starts, and the annealer, which knows the candidates it may use."""
 
     placements_T: list[TablePlacement]
     annealer: Annealer
@@ -99,7 +99,7 @@ class Search:
         # Counts attempts: each one anneals with another seed, and a repeated search uses the same sequence.
         self._seed = 0
 
-    def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
+    def add_start(self, box: Box, admitted_C: Bools) -> InitialPlan | None:
         """Construct a plan by rounding the relaxation's optimum in a box, and keep it if it is the best.
 
         Args:
@@ -114,7 +114,7 @@ class Search:
         state = construct(self.problem, box.share_C, candidates_Y)
         return None if state is None else self._started(state, admitted_C)
 
-    def add_fitting(self, seconds: float) -> Start | None:
+    def add_fitting(self, seconds: float) -> InitialPlan | None:
         """Construct a plan that balances memory over ranks, and keep it if it is the best.
 
         If the plan does not fit, it is annealed until it fits, for at most `seconds`.
@@ -126,28 +126,28 @@ class Search:
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
-    def best_start(self) -> Start | None:
+    def best_start(self) -> InitialPlan | None:
         """Return the best plan as a start whose annealing may use all allowed candidates.
 
         The result is None before the first plan, or if annealing is not available.
         """
         if not self.placements_T or not Annealer.supports(self.problem):
             return None
-        return Start(
+        return InitialPlan(
             self.placements_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C))
         )
 
-    def _started(self, state: State, admitted_C: Bools) -> Start | None:
+    def _started(self, state: State, admitted_C: Bools) -> InitialPlan | None:
         """Keep a plan if it is the best, and return the plan as a start.
 
         The result is None if annealing is not available. The plan is kept anyway.
         """
-        self._keep(state)
+        self._record_if_best(state)
         if not Annealer.supports(self.problem):
             return None
-        return Start(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
+        return InitialPlan(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
 
-    def attempt(self, start: Start, settings: AnnealingSettings, max_work: float) -> float:
+    def attempt(self, start: InitialPlan, settings: AnnealingSettings, max_work: float) -> float:
         """Anneal a start, and keep the resulting plan if it is the best so far.
 
         Args:
@@ -172,7 +172,7 @@ class Search:
         )
         self.work += _WORK_PER_RANK * work
         state = self._state_of(placements_T)
-        self._keep(state)
+        self._record_if_best(state)
         return state.seconds
 
     def _state_of(self, placements_T: list[TablePlacement]) -> State:
@@ -182,7 +182,7 @@ class Search:
             state.add(table, placement)
         return state
 
-    def _keep(self, state: State) -> None:
+    def _record_if_best(self, state: State) -> None:
         """Add the state's work to the total, and store the plan if it fits and is faster than the best."""
         self.work += state.work
         # Counted once, even if the state is kept again.

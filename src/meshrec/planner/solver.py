@@ -28,8 +28,8 @@ from meshrec.planner.search import (
     WORK_PER_SECOND,
     AnnealingSettings,
     Effort,
+    InitialPlan,
     Search,
-    Start,
 )
 from meshrec.planner.state import TablePlacement
 from meshrec.planner.types import Bools
@@ -165,7 +165,7 @@ class _CollectiveSetSearch:
         """
         return time.perf_counter() + self._longest <= self._deadline
 
-    def start(self, factor: float) -> Start | None:
+    def start(self, factor: float) -> InitialPlan | None:
         """Construct an initial plan by rounding the relaxation.
 
         A piece may cost at most `factor` times T in every phase, where T is the slowest rank's load in the
@@ -183,7 +183,7 @@ class _CollectiveSetSearch:
                 return start
         return None if self.search.placements_T else self.search.add_fitting(0.0)
 
-    def start_from_memory(self) -> Start | None:
+    def start_from_memory(self) -> InitialPlan | None:
         """Search longer for an initial plan that fits into memory, regardless of speed.
 
         Returns:
@@ -230,7 +230,7 @@ class _Attempt:
     """Annealing of one start with fixed settings. It may run several times, with more work each time."""
 
     set_search: _CollectiveSetSearch
-    start: Start
+    start: InitialPlan
     settings: AnnealingSettings
     factor: float
     """Limit on the pieces of the start; see `_PIECE_LIMITS`."""

@@ -20,7 +20,7 @@ from meshrec.runs.job import RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RunFolder, all_runs, make_folder
-from meshrec.train.stored_run import download_run, stored_launch
+from meshrec.train.stored_run import download_run, find_launched_run
 
 LAUNCH = "launch.json"
 """File in the run folder with the ID of the launch behind it."""
@@ -200,7 +200,7 @@ def _claim_folder(job: Job) -> RunLock:
     if launch != "none" and job.store is not None:
         store = ObjectStore(job.store)
         # The previous host may be gone, together with the run folder.
-        name = stored_launch(launch, LAUNCH, store)
+        name = find_launched_run(launch, LAUNCH, store)
         downloaded = None if name is None else download_run(name, job.runs, store)
         if downloaded is not None:
             return _wait_for_lock(downloaded, job.rank_timeout)

@@ -70,11 +70,11 @@ class Connections:
 
     Args:
         limits: limits per client, and in total.
-        count: function to call with the HTTP status of every refusal.
+        on_refusal: function to call with the HTTP status of every refusal.
     """
 
-    def __init__(self, limits: ConnectionLimits, count: Callable[[int], None] = lambda _: None) -> None:
-        self.limits, self.count = limits, count
+    def __init__(self, limits: ConnectionLimits, on_refusal: Callable[[int], None] = lambda _: None) -> None:
+        self.limits, self.on_refusal = limits, on_refusal
         # Dictionaries as ordered sets, oldest connection first; from `add` until `remove`.
         self._all: dict[Connection, None] = {}
         self._by_client: dict[str, dict[Connection, None]] = {}  # by `Connection.owner`
@@ -93,10 +93,10 @@ class Connections:
         return None
 
     def add(self, connection: "Connection") -> str | None:
-        """Register a new connection. At a connection limit, close the slowest connection; see `_slowest`.
+        """Register a new connection. At a connection limit, first close the slowest one; see `_slowest`.
 
-        If each connection waits for a single answer by the server, none is closed, and the new connection
-        must be refused. It is registered even then, because it continues reading for some seconds.
+        If no connection can be closed, the caller must refuse the new one. A refused connection is registered
+        as well, because the server continues to read from it for some seconds.
 
         Returns:
             Reason why the caller must refuse the connection, or None.
@@ -166,13 +166,13 @@ class Connections:
         )
         return max(unfinished, key=lambda connection: connection.held, default=None)
 
-    def _close_slowest(self, some: "Iterable[Connection]") -> bool:
-        """Close the slowest of some connections; see `_slowest`.
+    def _close_slowest(self, connections: "Iterable[Connection]") -> bool:
+        """Close the slowest of the given connections; see `_slowest`.
 
         Returns:
-            Whether a connection was closed. False if each of them waits for a single answer by the server.
+            Whether a connection was closed. False if all wait for a single answer by the server.
         """
-        slowest = self._slowest(some)
+        slowest = self._slowest(connections)
         if slowest is None:
             return False
         # An idle connection has no request to answer.
@@ -182,7 +182,7 @@ class Connections:
         return True
 
     @staticmethod
-    def _slowest(some: "Iterable[Connection]") -> "Connection | None":
+    def _slowest(connections: "Iterable[Connection]") -> "Connection | None":
         """Return the connection to close first. A connection which waits for a single answer is never closed.
 
         Connections with an incomplete request, with an unread answer or with a refused request come first,
@@ -191,12 +191,12 @@ class Connections:
         which has waited longest.
 
         Returns:
-            The connection, or None if each of them waits for a single answer.
+            The connection, or None if every connection waits for a single answer.
         """
         slowest: Connection | None = None
         last = {IDLE: 1, ANSWERS: 2}
         lowest = (3, 0.0)
-        for connection in some:
+        for connection in connections:
             if lowest[0] == 0 and lowest[1] <= connection.opened:
                 break  # later connections are newer, so they cannot have waited longer
             state, since = connection.wait_state()
@@ -302,7 +302,7 @@ class Connection(HttpToolsProtocol):
         """Answer the incomplete request with an error, then close the connection."""
         if self._refused_at is not None or self.transport.is_closing():
             return
-        self._registry.count(status)
+        self._registry.on_refusal(status)
         self._unset_keepalive_if_required()
         unfinished = self._reading == BODY and not self.cycle.response_complete
         # Drop the request whose body will never be complete: earlier ones are still answered.

@@ -296,7 +296,7 @@ class Deltas:
         from meshrec.modules import DataType
         from meshrec.quant.precision import encode_rows
 
-        def coded(name: str, values: Tensor) -> Tensor:
+        def quantized(name: str, values: Tensor) -> Tensor:
             """Return values of one weight, quantized if the package has this weight in quantized form."""
             if name not in self._codes.types or values.dtype == torch.uint8:
                 return values
@@ -308,8 +308,8 @@ class Deltas:
             return encode_rows(values, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
 
         return Delta(
-            {name: (ids, coded(name, rows)) for name, (ids, rows) in delta.rows.items()},
-            {name: coded(name, tensor) for name, tensor in delta.whole.items()},
+            {name: (ids, quantized(name, rows)) for name, (ids, rows) in delta.rows.items()},
+            {name: quantized(name, tensor) for name, tensor in delta.whole.items()},
             delta.evicted,
         )
 

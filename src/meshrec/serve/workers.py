@@ -54,16 +54,16 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     # Before the fork, so that all workers accept connections from the same socket.
-    bound = listen(options)
+    listener = listen(options)
     with scratch_folder("meshrec-serve") as scratch, _server_environment(scratch, workers):
         if not all((folder / COMPILED).exists() for folder in models.values()):
             import_readers()  # before the fork: workers and trial processes inherit it
         if workers > 1:
-            _Supervisor(models, options, bound, workers).run()
+            _Supervisor(models, options, listener, workers).run()
             return
         from meshrec.serve.server import Server
 
-        server = Server(models, options, bound)
+        server = Server(models, options, listener)
         _log.info("serving %s at %s", ", ".join(models), server.url)
         server.run()
 
@@ -133,14 +133,19 @@ class _Supervisor:
     Args:
         models: package folders by model name.
         options: server options.
-        bound: listening socket, which all workers inherit; closed at the end.
-        num: worker count.
+        listener: listening socket, which all workers inherit; closed at the end.
+        num_workers: worker count.
     """
 
     def __init__(
-        self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
+        self, models: Mapping[str, Path], options: ServerOptions, listener: socket.socket, num_workers: int
     ) -> None:
-        self._models, self._options, self._bound, self._num = models, options, bound, num
+        self._models, self._options, self._listener, self._num_workers = (
+            models,
+            options,
+            listener,
+            num_workers,
+        )
         self._workers: dict[int, _Worker] = {}  # running workers by index
         self._tasks: dict[int, _Task] = {}  # changes which a worker has not answered yet, by number
         # Last successful change per model, for workers which start later.
@@ -150,7 +155,7 @@ class _Supervisor:
         self._num_tasks = 0
         # Shared with the workers: a byte per worker, 1 once it has loaded all models. Never reset, so that a
         # replacement worker knows that it is one.
-        self._loaded = mmap.mmap(-1, num)
+        self._loaded = mmap.mmap(-1, num_workers)
         # Set by SIGTERM or SIGINT: workers which end are not replaced any more.
         self._is_stopping = False
         # Self-pipe: signal handlers write, `_handle_events` reads.
@@ -161,14 +166,14 @@ class _Supervisor:
         # Restored when the server has stopped.
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
-            for index in range(self._num):
+            for index in range(self._num_workers):
                 self._start_worker(index)
             while self._workers:
                 self._handle_events()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._bound.close()
+            self._listener.close()
 
     def _start_worker(self, index: int) -> None:
         """Fork a worker process. `index` is in [0, worker count)."""
@@ -177,8 +182,8 @@ class _Supervisor:
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
         process = multiprocessing.get_context("fork").Process(
             target=_run_worker,
-            args=(self._models, self._options, self._bound, parent_link),
-            kwargs={"num_workers": self._num, "changes": dict(self._changes), "ends": ends},
+            args=(self._models, self._options, self._listener, parent_link),
+            kwargs={"num_workers": self._num_workers, "changes": dict(self._changes), "ends": ends},
         )
         # Between the fork and the worker's handlers, a signal would run the parent's handler in the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
@@ -211,7 +216,7 @@ class _Supervisor:
         """Send SIGHUP (reload), or SIGTERM for any other signal (stop), to all workers."""
         if number != signal.SIGHUP:
             self._is_stopping, number = True, signal.SIGTERM
-            self._bound.close()
+            self._listener.close()
         else:  # a reload applies all deltas again, which ends rollbacks
             self._changes = {m: change for m, change in self._changes.items() if change[0] == "unload"}
         for worker in self._workers.values():
@@ -297,7 +302,7 @@ class _Supervisor:
 def _run_worker(
     models: Mapping[str, Path],
     options: ServerOptions,
-    bound: socket.socket,
+    listener: socket.socket,
     parent_link: ParentLink,
     *,
     num_workers: int,
@@ -309,7 +314,7 @@ def _run_worker(
     Args:
         models: package folders by model name.
         options: server options.
-        bound: listening socket.
+        listener: listening socket.
         parent_link: connection to the other workers.
         num_workers: worker count.
         changes: change to repeat by model name, as a pair of the action and the last delta to apply. Only
@@ -331,7 +336,7 @@ def _run_worker(
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     try:
         server = Server(
-            models, options, bound, parent_link, {m: ModelChange(*change) for m, change in changes.items()}
+            models, options, listener, parent_link, {m: ModelChange(*change) for m, change in changes.items()}
         )
     except OSError as error:  # such as a full disk; the parent restarts the worker
         _log.error("a worker cannot start: %s", error)

@@ -104,7 +104,7 @@ class StageFlow:
         ]
 
     @property
-    def returned(self) -> list[str]:
+    def output_names(self) -> list[str]:
         """Names of the values the model returns."""
         return [node.name for node in self.output.all_input_nodes]
 

@@ -204,7 +204,7 @@ class StagedOverRanks(NamedAsModel):
         batch_values = extract_values(self._input_program, args, kwargs)
         # In the first batch it is unknown whether the model draws random values, so assume it does.
         flow, draws = self._flow, train and self.training and self._draws is not False
-        needed = {*flow.stage.split_program.input_names, *flow.returned}
+        needed = {*flow.stage.split_program.input_names, *flow.output_names}
         splits = {n: split(v, sizes, f"the input {n!r}") for n, v in batch_values.items() if n in needed}
         targets = split(target, sizes, "the target") if flow.is_last and target is not None else []
         norms = batch_norms(self.part.module) if self._deferred and train else None

@@ -98,7 +98,7 @@ class StageValues:
 
     def __init__(self, flow: StageFlow, inputs: Inputs, exchange: Exchange) -> None:
         self._flow, self.inputs, self.exchange = flow, inputs, exchange
-        self._returned = set(flow.returned)
+        self._returned = set(flow.output_names)
         self.results: dict[tuple[str, int], Any] = {}
         self.input_gradients: dict[tuple[str, int], Gradients] = {}
         # This stage's table lookups, by value name and split index, and the gradients for them. Set by

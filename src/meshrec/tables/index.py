@@ -81,7 +81,7 @@ class Index(Protocol):
             train: whether the rows will be updated.
         """
 
-    def keys_of(self, slots: Tensor) -> Tensor:
+    def keys_at(self, slots: Tensor) -> Tensor:
         """Return the keys of the rows that are in these slots now, int64 [N]."""
 
 

@@ -19,11 +19,11 @@ from meshrec.durable import (
     DamageError,
     Mark,
     mark,
-    marks,
     read_regular,
     release,
     remove_named,
     sealed,
+    unlocked_marks,
     unsealed,
     write_durably,
 )
@@ -365,7 +365,7 @@ def run_marks(path: Path) -> list[Mark]:
 
     The list is empty if no run has created or used the folder.
     """
-    return [run_mark for kind in _KINDS for run_mark in marks(path.resolve(), kind, moved=True)]
+    return [run_mark for kind in _KINDS for run_mark in unlocked_marks(path.resolve(), kind, moved=True)]
 
 
 def created_folder(run: Mark) -> bool:

@@ -229,7 +229,7 @@ class MetricLines:
             "seconds": progress.seconds,
         }
 
-    def take(self) -> dict[str, Any]:
+    def take_line(self) -> dict[str, Any]:
         """Return a metrics line for the steps since the last line, and start the next line. Collective."""
         progress, built = self.progress, self._built
         # Memory is the sum of the ranks' peaks, although ranks may reach their peaks at different times.

@@ -61,7 +61,7 @@ def download_run(name: str, runs: Path, store: ObjectStore) -> RunFolder | None:
     return folder
 
 
-def stored_launch(launch: str, launch_file: str, store: ObjectStore) -> str | None:
+def find_launched_run(launch: str, launch_file: str, store: ObjectStore) -> str | None:
     """Find the run that a launch created, and return the run name; None if the store has no such run.
 
     Args:

@@ -313,7 +313,7 @@ class Trainer:
 
     def _log(self) -> None:
         """Report a training metrics line for the steps since the last line. Collective."""
-        self._notify(Logged(self._lines.take()))
+        self._notify(Logged(self._lines.take_line()))
         self._steps.phases.write()
         self._lines.start_clock()
 

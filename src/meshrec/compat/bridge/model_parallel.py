@@ -14,7 +14,7 @@ from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.compat.bridge.keyed import CombinedOptimizer
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner
 from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_core, to_core
-from meshrec.compat.bridge.sharded import combined
+from meshrec.compat.bridge.sharded import combined_optimizer
 from meshrec.compat.bridge.sharding_plan import (
     apply_to_all,
     construct_module_sharding_plan,
@@ -166,7 +166,7 @@ class DistributedModelParallel(core.DistributedModelParallel):
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
         """Optimizer for table updates in the backward pass."""
-        return combined(self.sharded_modules)
+        return combined_optimizer(self.sharded_modules)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return MeshRec's state dict, which ``torch.save`` then writes rank by rank."""

@@ -182,7 +182,7 @@ def _check_output(output_dtype: Any) -> None:
         )
 
 
-class _ForTables(torch.optim.Optimizer):
+class _TableOnlyOptimizer(torch.optim.Optimizer):
     """Base class of optimizers that only exist as arguments of ``apply_optimizer_in_backward``.
 
     Fused tables then use the kernel with the same formula. The object itself cannot step.
@@ -206,43 +206,43 @@ class _ForTables(torch.optim.Optimizer):
         )
 
 
-class SGD(_ForTables):
+class SGD(_TableOnlyOptimizer):
     """``meshrec.optim.SGD`` for fused tables."""
 
     spec = specs.SGD
 
 
-class Adagrad(_ForTables):
+class Adagrad(_TableOnlyOptimizer):
     """``meshrec.optim.Adagrad`` for fused tables."""
 
     spec = specs.Adagrad
 
 
-class Adam(_ForTables):
+class Adam(_TableOnlyOptimizer):
     """``meshrec.optim.Adam`` for fused tables, with decoupled weight decay."""
 
     spec = specs.Adam
 
 
-class LAMB(_ForTables):
+class LAMB(_TableOnlyOptimizer):
     """``meshrec.optim.LAMB`` for fused tables."""
 
     spec = specs.LAMB
 
 
-class LarsSGD(_ForTables):
+class LarsSGD(_TableOnlyOptimizer):
     """``meshrec.optim.LARS`` for fused tables."""
 
     spec = specs.LARS
 
 
-class PartialRowWiseAdam(_ForTables):
+class PartialRowWiseAdam(_TableOnlyOptimizer):
     """``meshrec.optim.PartialRowWiseAdam`` for fused tables, with decoupled weight decay."""
 
     spec = specs.PartialRowWiseAdam
 
 
-class PartialRowWiseLAMB(_ForTables):
+class PartialRowWiseLAMB(_TableOnlyOptimizer):
     """``meshrec.optim.PartialRowWiseLAMB`` for fused tables."""
 
     spec = specs.PartialRowWiseLAMB

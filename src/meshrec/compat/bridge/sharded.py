@@ -133,6 +133,6 @@ def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:
     return CombinedOptimizer([("", tables)] if tables.params else [])
 
 
-def combined(modules: Mapping[str, nn.Module]) -> CombinedOptimizer:
+def combined_optimizer(modules: Mapping[str, nn.Module]) -> CombinedOptimizer:
     """Combine the optimizers of sharded modules, keyed by path."""
     return CombinedOptimizer([(path, module.fused_optimizer) for path, module in modules.items()])  # type: ignore[misc]

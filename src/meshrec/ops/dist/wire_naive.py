@@ -64,7 +64,7 @@ def column_bytes(format: int, dim: int) -> int:
 
 
 class _Column(NamedTuple):
-    """A column of a block (a group of values with the same format), and where the values are within a row."""
+    """Position of a column within the rows of a block. All values in a column have the same format."""
 
     number: int
     block: int

@@ -56,7 +56,7 @@ def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLooku
     """
     offsets, segments, device = batch.offsets, batch.segments, batch.offsets.device
     # Tuples and numbers, which can be cache keys. segments is on the CPU, so reading it does not synchronize.
-    positioned, bounds = _positions(
+    positioned, bounds = _lookups_for_shape(
         offsets.numel() - 1,
         None if segments is None else tuple(segments.tolist()),
         batch.num_keys,
@@ -81,7 +81,7 @@ def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLooku
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(
+def _lookups_for_shape(
     num_bags: int,
     segments: tuple[int, ...] | None,
     num_keys: int,
@@ -94,10 +94,10 @@ def _positions(
     device: torch.device,
     stream: int,
 ) -> tuple[PositionedLookups, Tensor]:
-    """Compute the lookups for a batch shape, and the bag index where each segment starts, on the device.
+    """Return the positioned lookups of all batches with a shape, and the first bag index of every segment.
 
-    Cached, because the batches in a run have few different shapes. For features without pooling, the output
-    positions depend on the IDs, and the caller sets them.
+    The results are on the device, and cached, because a run has few different batch shapes. For features
+    without pooling, the output positions depend on the IDs, so the caller sets them.
     """
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")

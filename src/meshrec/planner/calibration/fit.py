@@ -69,7 +69,9 @@ def fit(
     """
     names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
     # [trials, phases, figures]: the factor of a figure in the duration of a phase.
-    amounts = np.stack([_seconds(_machine_of(base, name), trials, topology) for name in names], axis=-1)
+    amounts = np.stack(
+        [_predicted_seconds(_single_figure_profile(base, name), trials, topology) for name in names], axis=-1
+    )
     # The other figures are tiny instead of 0 and leave traces in the sums.
     amounts[amounts < _NOTHING] = 0.0
     seconds = np.array([[times.get(phase, 0.0) for phase in PHASES] for times in measured])
@@ -147,7 +149,7 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
     )
 
 
-def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
+def _single_figure_profile(base: HardwareProfile, name: str) -> HardwareProfile:
     """Return a profile in which only the figure `name` takes time.
 
     If `name` is a link figure, it has its value in `base`; otherwise it has the value 1.
@@ -165,7 +167,7 @@ def _machine_of(base: HardwareProfile, name: str) -> HardwareProfile:
     return replace(base, **figures)
 
 
-def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
+def _predicted_seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
     """Return the predicted seconds [trials, phases] of all trials on a machine."""
     topology = replace(topology, hardware=machine)
     return np.stack(
@@ -179,21 +181,20 @@ def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topolo
 
 
 def _fit_determined(
-    amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
+    amounts: Floats, seconds: Floats, share: Floats, fallback: Floats, min_values: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """Fit the X figures of a profile to N measured phases; undetermined figures get their values in `before`.
+    """Fit the X figures of a profile to N measured phases.
 
-    A figure is undetermined if it contributes almost nothing to every phase, or is below `least`.
-
-    Undetermined figures are removed from the fit one at a time, smallest contribution first, because a
-    removal may determine another figure.
+    A figure is undetermined if it contributes almost nothing to every phase, or is below `min_values`. It
+    gets its value in `fallback`. Undetermined figures are removed from the fit one at a time, smallest
+    contribution first, because a removal may determine another figure.
 
     Args:
         amounts: factor [N, X] by which a figure enters the duration of a phase.
         seconds: measured seconds [N].
         share: phase time as a fraction of the step [N].
-        before: values [X] for undetermined figures.
-        least: values [X] below which a figure counts as undetermined.
+        fallback: values [X] for undetermined figures.
+        min_values: values [X] below which a figure counts as undetermined.
 
     Returns:
         The values [X], and a dict with the undetermined figures by index. It has a figure's last fitted
@@ -201,13 +202,13 @@ def _fit_determined(
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
     while True:
-        free = np.array([i for i in range(len(before)) if i not in dropped], np.int64)
-        values = before.copy()
-        fixed_seconds = amounts @ np.where(np.isin(np.arange(len(before)), free), 0.0, before)
+        free = np.array([i for i in range(len(fallback)) if i not in dropped], np.int64)
+        values = fallback.copy()
+        fixed_seconds = amounts @ np.where(np.isin(np.arange(len(fallback)), free), 0.0, fallback)
         values[free] = _fit_figures(amounts[:, free], seconds, share, fixed_seconds)
         # A figure's largest part in any measured phase.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
-        unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < least[i]]
+        unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < min_values[i]]
         if not unclear:
             return values, dropped
         worst = min(unclear, key=lambda i: parts[i])

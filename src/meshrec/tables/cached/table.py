@@ -252,7 +252,7 @@ class FileTable:
         """Set the function for initial rows. The table calls it when rows are first needed."""
         self.stored.initial_blocks = initial_blocks
 
-    def keys_of(self, slots: Tensor) -> Tensor:
+    def keys_at(self, slots: Tensor) -> Tensor:
         """Return the keys of the rows that are in these slots now, int64; -1 for a free slot."""
         return self._cache.keys[slots]
 

@@ -332,7 +332,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
         else:
             new, inverse = unique(slots[~alive[slots]])
             counts = torch.bincount(inverse, minlength=len(new))
-            keys, order = table.keys_of(new).sort()
+            keys, order = table.keys_at(new).sort()
             new, counts = new[order], counts[order]
         admitted = table.admission_counts.admits(keys, counts, clock.step)
     victims = _NONE
@@ -361,6 +361,6 @@ def _num_rows(table: HashedTable, changes: RowChanges | None, span: Span | None)
     # Slow path, which reads all keys: the rectangle spans several intervals.
     num = int(in_span(table.live_keys()[0], span).sum())
     if changes is not None:
-        num -= int(in_span(table.keys_of(changes.victims), span).sum())
+        num -= int(in_span(table.keys_at(changes.victims), span).sum())
         num += int(in_span(changes.of_admitted(changes.keys), span).sum())
     return num

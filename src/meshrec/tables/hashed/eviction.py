@@ -383,7 +383,7 @@ class Evictions:
             # In blocks, because the gathered rows of a whole table may exceed the memory.
             for some in candidates.split(table.block_rows):
                 rows = RowsToJudge(
-                    table.ids_of(table.keys_of(some)), table.gather_parts(some, table.rectangle.columns)
+                    table.ids_of(table.keys_at(some)), table.gather_parts(some, table.rectangle.columns)
                 )
                 scores.append(policy.scores(rows, request.clock))
             sums.append(torch.cat(scores))
@@ -461,7 +461,7 @@ class Evictions:
             victims = ordered.slots[:num_victims]
             self._last_evicted[number] = (
                 int(ordered.scores[num_victims - 1]),
-                int(self._tables[i].keys_of(victims[-1:])),
+                int(self._tables[i].keys_at(victims[-1:])),
             )
             return {i: victims}
         # Find the last victim's score, then the last key among the candidates with this score.
@@ -469,7 +469,7 @@ class Evictions:
             (ordered.scores, None) for i, ordered in rows.items() if self._is_counted(i)
         ]
         last = nth_smallest(counted, num_victims, global_range(counted, self._ranks), self._ranks)
-        keys = {i: self._tables[i].keys_of(ordered.slots) for i, ordered in rows.items()}
+        keys = {i: self._tables[i].keys_at(ordered.slots) for i, ordered in rows.items()}
         tied = {i: ordered.scores == last.value for i, ordered in rows.items()}
         counted = [(keys[i], tied[i]) for i in rows if self._is_counted(i)]
         key_range = global_range(counted, self._ranks)
@@ -503,7 +503,7 @@ def _lowest_rows_in(table: HashedTable, slot_scores: SlotScores, last: NthValue,
         keys, slots = table.key_index.marked(marks, _LAST_KEY if last.below else max_key)
     else:
         slots = marks.nonzero()[:, 0]
-        keys = table.keys_of(slots)
+        keys = table.keys_at(slots)
     if last.below:
         scores = slot_scores.scores.index_select(0, slots)
     else:  # all selected rows are tied, so no score needs to be read

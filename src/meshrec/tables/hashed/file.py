@@ -155,6 +155,6 @@ class CachedKeys:
     def __init__(self, resolve: Callable[..., Resolved], slot_keys: Tensor) -> None:
         self.resolve, self.slot_keys = resolve, slot_keys
 
-    def keys_of(self, slots: Tensor) -> Tensor:
+    def keys_at(self, slots: Tensor) -> Tensor:
         """Return the hashed keys of the rows in some cache slots, int64."""
         return self.slot_keys[slots]

@@ -253,9 +253,9 @@ class TTL(Eviction):
         return self._now(clock)
 
     def expired(self, parts: Mapping[str, Tensor], clock: Clock) -> Tensor | None:
-        """Return whether each row was not updated within the time to live, bool by slot.
+        """Return the mask of rows without an update within the time to live, bool by slot.
 
-        Returns None, for no row, at updates at which a time to live in updates is not checked.
+        A time to live in updates is checked only at some updates. At the other updates, the result is None.
 
         Args:
             parts: policy parts by name, indexed by slot.

@@ -396,7 +396,7 @@ class HashedTable:
         self.in_flight.add(pin)
         return pin
 
-    def keys_of(self, slots: Tensor) -> Tensor:
+    def keys_at(self, slots: Tensor) -> Tensor:
         """Return the key per slot, int64. The slots must be pending or alive."""
         return self.key_index.ids_of(slots)
 
@@ -432,7 +432,7 @@ class HashedTable:
             slots: pending slots, int64 [N].
             fills: queue for the writes.
         """
-        self._write_new_rows(slots, self.keys_of(slots), fills)
+        self._write_new_rows(slots, self.keys_at(slots), fills)
 
     def _write_new_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
         """Write initial rows, optimizer state and policy values to slots, and grow the memory if necessary.
@@ -1003,7 +1003,7 @@ def evict_rows(evictions: Iterable[tuple[HashedTable, Tensor, Collection[object]
     freed = _free_slots([(table, slots) for table, _, slots in left])
     for (table, held, _), keys in zip(left, freed, strict=True):
         if table.accounting.is_watched:
-            table.accounting.evicted.append(torch.cat([table.keys_of(held), keys]))
+            table.accounting.evicted.append(torch.cat([table.keys_at(held), keys]))
 
 
 def _pop_released(table: HashedTable) -> Tensor:
