@@ -46,6 +46,7 @@ def test_another_version_is_named(ranks, tmp_path):
     assert level == "fail"
     assert len(told) == 1
     assert told[0][0].remedy.startswith("Install the same torch")
+    assert [on for each, on in findings if each.check == "versions"] == [[0]]
 
 
 def test_judgements():

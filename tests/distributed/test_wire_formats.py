@@ -13,6 +13,7 @@ from meshrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    Hashed,
     KeyedJaggedTensor,
     checkpoint,
 )
@@ -295,6 +296,33 @@ def drift(format, sequence, in_nodes=False):
 def test_feedback_keeps_errors_from_adding_up(ranks, sequence):
     plain = max(ranks(2).run(drift, "int8", sequence))
     fed = max(ranks(2).run(drift, "int8+feedback", sequence))
+    assert fed < plain / 5
+
+
+def hashed_drift(format):
+    """How far rows of a hashed table are from those of fp32 gradients after steps with the same IDs."""
+    env, rows = default_env(), []
+    config = EmbeddingConfig(
+        name="t",
+        embedding_dim=6,
+        feature_names=["a", "b"],
+        keys=Hashed(max_rows=32),
+        init_fn=torch.nn.init.zeros_,
+    )
+    for backward in ("fp32", format):
+        collection = EmbeddingCollection(tables=[config])
+        plan = md.construct_module_sharding_plan(collection, {"t": md.row_wise()}, world_size=env.shard.size)
+        precision = md.CommsPrecision("fp32", backward)
+        module = md.EmbeddingCollectionSharder(SGD(lr=0.01), precision=precision).shard(collection, plan, env)
+        for step in range(40):
+            values = values_of(module(features_of(env.shard.rank, step % 2)), sequence=True)
+            (values * torch.linspace(0.013, 1.7, values.numel())).sum().backward()
+        rows.append(values_of(module(features_of(env.shard.rank, 0)), sequence=True).detach())
+    return (rows[0] - rows[1]).abs().max().item()
+
+
+def test_feedback_names_the_rows_of_a_hashed_table_by_their_keys(ranks):
+    plain, fed = (max(ranks(2).run(hashed_drift, format)) for format in ("int8", "int8+feedback"))
     assert fed < plain / 5
 
 

@@ -60,6 +60,8 @@ def test_what_is_shared_is_kept_or_repeated():
     both = concat_requests([found, repeated, found])
     assert both.group.tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4]
     assert both.num_samples == 9
+    separate = found._replace(group=np.arange(3))  # as warm-up requests: each sample has a row of its own
+    assert concat_requests([separate, found]).group.tolist() == [0, 1, 2, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

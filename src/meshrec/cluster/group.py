@@ -34,19 +34,20 @@ def same_versions(ranks: Ranks) -> Iterator[Finding]:
     """Check that this rank has the same package versions as most ranks. Collective.
 
     Yields:
-        A failure for every package whose version on this rank differs from most ranks, and then a finding
-        with this rank's versions.
+        A failure for every package whose version on this rank differs from most ranks; if there is none, a
+        single finding with this rank's versions.
     """
     mine = versions()
     every: list[dict[str, str]] = ranks.collect(mine)
+    # The most frequent version, so that only the odd hosts report a failure.
+    usual = {name: statistics.mode(of_rank[name] for of_rank in every) for name in mine}
     for name, value in mine.items():
-        # The most frequent version, so that only the odd hosts report a failure.
-        usual = statistics.mode(of_rank[name] for of_rank in every)
-        if value != usual:
+        if value != usual[name]:
             remedy = f"Install the same {name} on all hosts: other versions do not train together."
-            yield Finding(f"version of {name}", "fail", f"{value}; most ranks have {usual}", remedy)
-    short = ", ".join(f"{name} {mine[name].split()[0]}" for name in ("meshrec", "torch"))
-    yield Finding("versions", "ok", short)
+            yield Finding(f"version of {name}", "fail", f"{value}; most ranks have {usual[name]}", remedy)
+    if mine == usual:
+        short = ", ".join(f"{name} {mine[name].split()[0]}" for name in ("meshrec", "torch"))
+        yield Finding("versions", "ok", short)
 
 
 def clock(ranks: Ranks, firsts: Sequence[int]) -> Iterator[Finding]:

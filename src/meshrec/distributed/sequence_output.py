@@ -247,9 +247,12 @@ class SequenceOutput:
         # IDs of the use's feature: ``values[first:end]``.
         first, end = source.offsets[[bounds[key], bounds[key + 1]]].tolist()
         ids = source.values[first:end].long()
-        num_rows = self._routing.tables[self._routing.uses[use].table].num_rows
-        ids = torch.where((ids >= 0) & (ids < num_rows), ids, 0)  # as routing replaces invalid IDs
-        return ids[(ids >= r0) & (ids < r1)]
+        table = self._routing.tables[self._routing.uses[use].table]
+        if table.mix_seed is None:  # every int64 is a key of a hashed table
+            # As routing replaces invalid IDs.
+            ids = torch.where((ids >= 0) & (ids < table.num_rows), ids, 0)
+        # The end of a hashed table's keys, 2^63, does not fit int64.
+        return ids[(ids >= r0) & (ids <= r1 - 1)]
 
 
 class _Direction(NamedTuple):

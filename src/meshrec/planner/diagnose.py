@@ -123,12 +123,7 @@ def _row_wise(
 
     Allows it for the largest tables one by one, until a plan fits.
 
-    Args:
-        tables: tables to plan.
-        topology: machine to plan for.
-        batch_size: samples per rank.
-        constraints: constraints by table name.
-        largest: the largest tables, in descending order.
+    The arguments are those of `diagnose`, and the largest tables, in descending order.
 
     Returns:
         The suggestion with the names of these tables.
@@ -158,12 +153,7 @@ def _half_precision(
 
     Converts the largest tables one by one until a plan fits. If that does not suffice, converts all tables.
 
-    Args:
-        tables: tables to plan.
-        topology: machine to plan for.
-        batch_size: samples per rank.
-        constraints: constraints by table name.
-        largest: the largest tables, in descending order.
+    The arguments are those of `diagnose`, and the largest tables, in descending order.
 
     Returns:
         The suggestion with the names of these tables.

@@ -281,7 +281,7 @@ def _concat_groups(requests: Sequence[Request]) -> Ints | None:
     for request in requests:
         group = np.arange(request.num_samples) if request.group is None else request.group
         groups.append(group + num_rows)
-        num_rows += request.num_samples if request.group is None else 1
+        num_rows += request.num_samples if request.group is None else int(group.max(initial=0)) + 1
     return np.concatenate(groups)
 
 
