@@ -51,7 +51,6 @@ FLOORS = [
     {"export"},
     {"runs"},
     {"cluster", "train.ray"},
-    {"launch"},
     {"serve"},
     {"compat"},
     {"cli"},

@@ -1,3 +1,0 @@
-"""Old name of `meshrec.cluster`, which stays for a single release."""
-
-from meshrec.cluster import *  # noqa: F403
