@@ -452,7 +452,7 @@ def _record_from_json(name: str, encoded: Any) -> TensorRecord:
     return TensorRecord(
         check_string(entry, f"the entry of {label}"),
         DTYPES[check_string(dtype, f"the type of {label}", allowed=list(DTYPES))],
-        _dims(shape, f"the shape of {label}"),
+        _shape_from_json(shape, f"the shape of {label}"),
         tuple(
             _piece_from_json(piece, len(shape), label)
             for piece in check_list(pieces, f"the pieces of {label}")
@@ -501,7 +501,7 @@ def _file_from_json(encoded: Any) -> DataFile:
     )
 
 
-def _dims(encoded: Any, label: str) -> tuple[int, ...]:
+def _shape_from_json(encoded: Any, label: str) -> tuple[int, ...]:
     """Parse and validate a tensor shape. ``label`` names the shape in errors."""
     shape = check_integers(encoded, label)
     check_integer(len(shape), f"the number of dimensions in {label}", 0, _MAX_DIMS)

@@ -60,7 +60,7 @@ class PeerAverage:
         self.rank, self.size, self.routes = axis.rank, axis.size, Routes(hosts)
         self._name = name
         # Averages for the thread to compute. The thread starts with the first average, and ends at None.
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_TensorAverage | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)  # ends the thread, which holds the queue only
 
@@ -75,7 +75,7 @@ class PeerAverage:
         """
         count_start(self.group)
         # Posts all receives and sends of the terms in this thread, in the same order on all ranks.
-        job = _Job(self, sent)
+        job = _TensorAverage(self, sent)
         if self._thread is None:
             # A daemon: a rank may exit when the peers are gone.
             self._thread = threading.Thread(
@@ -161,7 +161,7 @@ class Routes:
         return [rank for rank in ranks if rank != owner and self.source(owner, rank) == sender != rank]
 
 
-class _Job:
+class _TensorAverage:
     """The average of one tensor.
 
     The constructor starts to send this rank's terms, the addends for the means which other ranks compute. The
@@ -259,8 +259,8 @@ def _wait(works: list[Any]) -> None:
         work.wait()
 
 
-def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
-    """Run jobs from the queue until None; the function of the background thread.
+def _run(jobs: "queue.SimpleQueue[_TensorAverage | None]") -> None:
+    """Compute the averages in the queue until None; the function of the background thread.
 
     It has no reference to the PeerAverage, because deleting that object must end the thread.
     """

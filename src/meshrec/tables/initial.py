@@ -52,7 +52,7 @@ def initial_rows(
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return the row count in a block.
+    """Return how many rows of a table are drawn at a time; see ``initial_rows``.
 
     Args:
         num_rows: whole-table rows.

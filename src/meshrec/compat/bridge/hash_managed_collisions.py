@@ -109,7 +109,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         is_inference: bool = False,
         **more: Any,
     ) -> None:
-        _check_options(more)
+        _check_ignored_options(more)
         if zch_size < 1 or total_num_buckets < 1 or zch_size % total_num_buckets:
             raise ValueError(
                 f"zch_size must be a multiple of total_num_buckets, got {zch_size} and {total_num_buckets}."
@@ -285,17 +285,17 @@ def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
     return len(holders)
 
 
-def _check_options(more: dict[str, Any]) -> None:
-    """Check TorchRec options which MeshRec lacks.
+def _check_ignored_options(options: dict[str, Any]) -> None:
+    """Check that TorchRec options without a counterpart in MeshRec have their default values.
 
     Args:
-        more: options by name.
+        options: options by name.
 
     Raises:
         TypeError: an option is unknown.
         ValueError: the value of an option differs from the default.
     """
-    for option, value in more.items():
+    for option, value in options.items():
         if option not in _NOT_HERE:
             raise TypeError(f"HashZchManagedCollisionModule has no argument {option!r}. Leave it out.")
         if value != _NOT_HERE[option]:

@@ -261,7 +261,7 @@ def unpack_ids(
 
 
 class PooledRows(NamedTuple):
-    """Arguments for ``gather_pooled`` and ``gather_coded``: pooled columns from all ranks, and a layout."""
+    """Arguments for ``gather_pooled`` and ``gather_coded``: pooled rows, and where their columns go."""
 
     received: Tensor
     """Pooled rows from all ranks, end to end: a matrix [B, dims[r]] from rank r."""

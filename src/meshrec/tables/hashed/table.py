@@ -965,12 +965,12 @@ class HashedRows(ExternalRows):
 
 
 def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
-    """Return whether a storage describes a hashed table."""
+    """Return whether a storage can grow, as only a hashed table's storage can."""
     return storage.is_growable
 
 
 def has_growable_rows(table: Table) -> TypeGuard[HashedTable]:
-    """Return whether a table is hashed."""
+    """Return whether a table can grow, as only hashed tables can."""
     return table.is_growable
 
 
