@@ -56,11 +56,11 @@ Tensor marked_range(Tensor values, std::optional<Tensor> marks) {
       Value least = std::numeric_limits<Value>::max(), greatest = std::numeric_limits<Value>::min();
       int64_t number = 0;
       for (int64_t i = begin; i < end; ++i) {
-        const bool counts = is_marked(i);
+        const bool is_counted = is_marked(i);
         // Selections instead of branches, because marks may be unpredictable.
-        least = std::min(least, counts ? value[i] : least);
-        greatest = std::max(greatest, counts ? value[i] : greatest);
-        number += counts;
+        least = std::min(least, is_counted ? value[i] : least);
+        greatest = std::max(greatest, is_counted ? value[i] : greatest);
+        number += is_counted;
       }
       if (number > 0) found[size_t(piece)] = {least, greatest, number};
     });
