@@ -1,10 +1,11 @@
+import time
 from io import StringIO
 
 from rich.console import Console
 
 from meshrec.cli.screen import LineScreen, LiveScreen, summary_table
 from meshrec.train import Placement, RunFolder, Trainer, join
-from meshrec.train.observers import Finished, Reported
+from meshrec.train.observers import Finished, Progressed, Reported
 
 SUMMARY = {
     "state": "stopped",
@@ -66,6 +67,38 @@ def test_a_live_display(tmp_path, small):
     out = shown(LiveScreen, tmp_path, small, terminal=True)
     for text in ("the plan: 3 row-wise", "training", "20/20", "samples/s", "global mean", "something"):
         assert text in out, out
+
+
+def test_progress_outside_training_has_an_estimate(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = StringIO()
+    screen = LineScreen(RunFolder(tmp_path), Console(file=out, width=120, highlight=False))
+    # Lines are 10 seconds apart; another task, or the same again, starts anew.
+    for task, seconds, share in [
+        ("fitting features", 0, 0.1),
+        ("fitting features", 5, 0.2),
+        ("fitting features", 20, 0.3),
+        ("fitting features", 25, 0.4),
+        ("fitting features", 3620, 0.5),
+        ("fitting features", 3700, 1.0),
+        ("baselines", 3710, 0.5),
+        ("baselines", 3715, 0.6),
+    ]:
+        now[0] = float(seconds)
+        screen(Progressed(task, share))
+    assert out.getvalue().splitlines() == [
+        "fitting features: 30%, about 70 s remaining",
+        "fitting features: 50%, about 75 min remaining",
+    ]
+    out = StringIO()
+    screen = LiveScreen(
+        RunFolder(tmp_path), Console(file=out, width=120, force_terminal=True, color_system=None)
+    )
+    screen(Progressed("fitting features", 0.25))
+    screen(Finished(SUMMARY))
+    assert "fitting features" in out.getvalue()
+    assert "25/100" in out.getvalue()
 
 
 def test_a_summary_of_ranked_items_has_their_metrics():

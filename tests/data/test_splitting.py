@@ -149,3 +149,21 @@ def test_splits_by_hash_take_uuids_and_one_zero():
     ids = [bytes([each] * 16) for each in range(40)]
     (parts,) = split.parts(np.array([40]), lambda _: pa.array(ids))
     assert len(set(parts.tolist())) == 3
+
+
+@pytest.mark.parametrize("shares", [(0.1, 0.1), (0.0, 0.3), (0.25, 0.0), (1 / 3, 1 / 3)])
+@pytest.mark.parametrize("kind", [np.int64, np.float64, np.uint64])
+def test_a_split_by_time_cuts_at_relative_ranks(shares, kind):
+    validation, test = shares
+    split = Split(by="time", column="t", validation=validation, test=test)
+    rng = np.random.default_rng(0)
+    for num in (1, 2, 3, 10, 999, 1000):
+        times = rng.integers(0, max(num // 3, 1), num).astype(kind)
+        # A row's quantile is the share of earlier rows, so rows with equal times are together.
+        quantiles = np.searchsorted(np.sort(times), times) / num
+        expected = np.where(quantiles >= 1 - test, 2, np.where(quantiles >= 1 - test - validation, 1, 0))
+        sizes = np.array([num // 3, 0, num - num // 3])
+        blocks = np.split(times, [num // 3, num // 3])
+        parts = split.parts(sizes, lambda block, blocks=blocks: pa.array(blocks[block]))
+        assert [len(part) for part in parts] == sizes.tolist()
+        assert np.concatenate(parts).tolist() == expected.tolist()

@@ -10,7 +10,10 @@ from meshrec.data import DataError
 from meshrec.data.features import Features
 from meshrec.runs import load_recipe
 from meshrec.runs.fitting import FEATURES, data_of_run, features_of
+from meshrec.runs.job import Job
+from meshrec.runs.worker import run_rank
 from meshrec.train import Csv, Frame, RunFolder
+from meshrec.train.observers import Progressed
 from tests.train.shop import FEATURES as UNFITTED
 from tests.train.shop import shop, source, write_shop
 
@@ -72,6 +75,24 @@ def test_every_split_and_predictions_read_a_row_alike(run):
             bags = every.sparse[key].to_dense()
             for row, bag in zip(batch.rows.tolist(), batch.sparse[key].to_dense(), strict=True):
                 assert torch.equal(bag, bags[row])
+
+
+def train_on_ranks(folder, recipe):
+    events = []
+    job = Job(recipe=recipe, name="two", runs=folder, device="cpu", on_event=events.append)
+    run_rank(job, lambda _: lambda _: None)
+    return [
+        event.share for event in events if isinstance(event, Progressed) and event.task == "fitting features"
+    ]
+
+
+def test_two_ranks_keep_what_one_keeps_and_tell_how_far_they_are(run, ranks):
+    folder = run.path.parent
+    shares = ranks(2).run(train_on_ranks, folder, load_recipe(run))
+    assert features_of(RunFolder(folder / "two")).to_json() == features_of(run).to_json()
+    for of_rank in shares:
+        assert of_rank == sorted(of_rank)
+        assert of_rank[-1] == 1
 
 
 def test_a_run_is_exported_with_what_it_fitted(run, tmp_path):

@@ -1,5 +1,6 @@
 """Print a training run's progress: as a progress bar in a terminal, elsewhere as lines, with a summary."""
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,8 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 
 # Width if the output is not a terminal. rich would wrap lines at 80.
 _PIPE_WIDTH = 120
+# Minimum time between lines about the progress of a task.
+_PROGRESS_SECONDS = 10.0
 # Maximum number of ranks in a plan, of tables per rank, and of failed saves to print.
 _MAX_RANKS = 16
 _MAX_NAMES = 8
@@ -56,6 +59,7 @@ class LineScreen:
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._print = folder, console.print
+        self._remaining = RemainingTime()
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -77,8 +81,45 @@ class LineScreen:
                 self._print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
                     self._print(text, soft_wrap=True)
-            case Stepped() | Progressed():
+            case Progressed(task, share):
+                remaining = self._remaining.line(task, share)
+                if remaining is not None:
+                    self._print(remaining)
+            case Stepped():
                 pass
+
+
+class RemainingTime:
+    """Estimates the remaining time of a task outside training, for lines printed at most every 10 seconds."""
+
+    def __init__(self) -> None:
+        # The current task, and its share and time at the first event.
+        self._task: str | None = None
+        self._start = self._last = 0.0
+        self._first_share = 0.0
+
+    def line(self, task: str, share: float) -> str | None:
+        """Return a line with the progress and the remaining time, or None if it is too early for one.
+
+        Args:
+            task: name of the task.
+            share: finished share, from 0 to 1.
+        """
+        now = time.monotonic()
+        if task != self._task or share < self._first_share:
+            self._task, self._first_share, self._start, self._last = task, share, now, now
+        if now - self._last < _PROGRESS_SECONDS or not self._first_share < share < 1:
+            return None
+        self._last = now
+        seconds = (now - self._start) * (1 - share) / (share - self._first_share)
+        return f"{task}: {share:.0%}, about {duration_text(seconds)} remaining"
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration, such as "42 s", "3 min" or "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class LiveScreen:
@@ -102,7 +143,8 @@ class LiveScreen:
             # The bar disappears at the end, and the summary remains.
             transient=True,
         )
-        # Task of the progress bar. Set by the event Started; updates before it are ignored.
+        # Task of the progress bar. Set by the first event Progressed or Started; other updates before it are
+        # ignored.
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
@@ -117,9 +159,13 @@ class LiveScreen:
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
                     quality=f"loss {_format_loss(line)}  {_leading_text(line)}",
                 )
-            case Progressed(task, share) if self._task is not None:
+            case Progressed(task, share):
+                if self._task is None:
+                    # Features are fitted before the event Started.
+                    self._task = self._progress.add_task(task, speed="", quality="")
+                    self._progress.start()
                 self._progress.update(
-                    self._task, description=task, total=100, completed=int(100 * share), speed="", quality=""
+                    self._task, description=task, total=100, completed=100 * share, speed="", quality=""
                 )
             case Evaluated(line, is_best):
                 self._progress.console.print(validation_text(line, is_best))
@@ -138,6 +184,8 @@ class LiveScreen:
         self._console.print(headline(event))
         if event.plan is not None:
             self._console.print(plan_table(event.plan))
+        if self._task is not None:
+            self._progress.remove_task(self._task)
         self._task = self._progress.add_task(
             "training", total=event.num_steps, completed=event.first_step, speed="", quality=""
         )

@@ -14,6 +14,7 @@ from meshrec.data.exact_columns import as_integers
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import hash_bytes, mix
 from meshrec.data.samples import Bools, Ints, Samples, regroup_into_windows
+from meshrec.data.shares import RowRange, row_ranges
 from meshrec.data.streaming import Source
 
 Parts = npt.NDArray[np.int8]
@@ -77,36 +78,76 @@ class Split:
         Raises:
             DataError: the column has nulls, or values without an order where required.
         """
-        starts = np.cumsum(sizes) - sizes
-        if self.by == "time":
-            return self._by_time(
-                [self._times(block, starts, sizes, values_of) for block in range(len(sizes))]
-            )
-        # A pseudo-random number in [0, 1) per row decides: large ones are test rows.
-        quantiles = []
-        for block, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-            if self.by == "random":
-                # A function of the row number, so the split does not depend on blocks or order of
-                # reading.
-                # No column is read for a random split.
-                hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
-            else:
-                # Mixed with the seed, so another seed gives another split.
-                hashes = mix(_hashes(values_of(block)), seed=self.seed)
-            # The upper 53 bits, which float64 represents exactly.
-            quantiles.append((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-        parts = [self._by_quantile(block) for block in quantiles]
-        shares = (1, self.validation, self.test)
-        empty = [
-            part for part, share in zip(Part, shares, strict=True) if share and not _has_rows(parts, part)
-        ]
-        # Few rows may leave a part empty by chance. Then it gets a share of rows in random order.
-        return self._by_time(quantiles) if self.by == "random" and empty else parts
+        return self.parts_of_keys(self._keys(row_ranges(sizes), sizes, values_of))
 
     def parts_of(self, source: Source) -> list[Parts]:
         """Assign every row of a source to training, validation or test data; see `parts` for the result."""
+        return self.parts_of_keys(self.keys_of(source, row_ranges(source.block_sizes)))
+
+    def keys_of(self, source: Source, ranges: Sequence[RowRange]) -> list[npt.NDArray[Any]]:
+        """Return the number by which a row is assigned to a part, for some rows of a source.
+
+        Args:
+            source: the source.
+            ranges: the rows.
+
+        Returns:
+            An array per range, for `parts_of_keys`.
+
+        Raises:
+            DataError: as for `parts`.
+        """
         column = self.column or ""
-        return self.parts(source.block_sizes, lambda block: source.column(block, column))
+        return self._keys(ranges, source.block_sizes, lambda block: source.column(block, column))
+
+    def _keys(
+        self, ranges: Sequence[RowRange], sizes: Ints, values_of: Callable[[int], Any]
+    ) -> list[npt.NDArray[Any]]:
+        """Return the keys of some rows: times, or pseudo-random numbers in [0, 1). See `parts`."""
+        if self.by == "time":
+            starts = np.cumsum(sizes) - sizes
+            return [
+                self._times(rows.block, starts, sizes, values_of)[rows.start : rows.stop] for rows in ranges
+            ]
+        keys = []
+        for block, start, stop, first_row in ranges:
+            if self.by == "random":
+                # A function of the row number, so the split does not depend on blocks or order of
+                # reading. No column is read.
+                hashes = mix(np.arange(first_row, first_row + stop - start, dtype=np.uint64), seed=self.seed)
+            else:
+                # Mixed with the seed, so another seed gives another split.
+                hashes = mix(_hashes(values_of(block).slice(start, stop - start)), seed=self.seed)
+            # The upper 53 bits, which float64 represents exactly.
+            keys.append((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+        return keys
+
+    def parts_of_keys(
+        self,
+        keys: Sequence[npt.NDArray[Any]],
+        gather: Callable[[Any], list[Any]] = lambda item: [item],
+    ) -> list[Parts]:
+        """Assign rows to parts.
+
+        Args:
+            keys: keys of this rank's rows, from `keys_of`.
+            gather: function that returns its argument on every rank, in rank order. It is collective. The
+                default is for a single rank, which has all rows.
+
+        Returns:
+            The `Part` per row, int8, in an array per array in ``keys``.
+        """
+        if self.by == "time":
+            return self._by_time(keys, gather)
+        # Large pseudo-random numbers are test rows.
+        parts = [self._by_quantile(numbers) for numbers in keys]
+        if self.by == "random":
+            shares = zip(Part, (1, self.validation, self.test), strict=True)
+            used = {part for part, share in shares if share}
+            # Few rows may leave a part empty by chance. Then it gets a share of rows in random order.
+            if used - set().union(*gather({part for part in used if _has_rows(parts, part)})):
+                return self._by_time(keys, gather)
+        return parts
 
     def sources(self, source: Source) -> list[Source | None]:
         """Divide a source into sources for training, validation and test data.
@@ -138,18 +179,24 @@ class Split:
         validation = ~test & (quantiles >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
-    def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
+    def _by_time(self, times: Sequence[npt.NDArray[Any]], gather: Callable[[Any], list[Any]]) -> list[Parts]:
         """Return the `Part` per row, by the row's rank in time. Rows with equal times are in the same part.
 
         Args:
-            times: any sortable values, in an array per block.
+            times: any sortable values of this rank's rows, in some arrays.
+            gather: as for `parts_of_keys`.
         """
-        # Equal times get the same rank, and so the same part.
-        ordered = np.sort(np.concatenate(times))
-        return [
-            self._by_quantile(np.searchsorted(ordered, block_times, side="left") / max(len(ordered), 1))
-            for block_times in times
-        ]
+        gathered = gather(np.concatenate(times) if times else np.zeros(0, np.int64))
+        ordered = np.concatenate([of_rank for of_rank in gathered if len(of_rank)] or gathered)
+        parts = [np.full(len(block), Part.TRAIN, np.int8) for block in times]
+        for part, limit in ((Part.VALIDATION, 1 - self.test - self.validation), (Part.TEST, 1 - self.test)):
+            # A row is in the part or a later one if this many rows are earlier.
+            num_earlier = _first_rank(len(ordered), limit)
+            if num_earlier:
+                ordered.partition(num_earlier - 1)
+            for block, block_parts in zip(times, parts, strict=True):
+                block_parts[block > ordered[num_earlier - 1] if num_earlier else slice(None)] = part
+        return parts
 
     def _times(
         self, block: int, starts: Ints, sizes: Ints, values_of: Callable[[int], Any]
@@ -215,6 +262,14 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
         array = pc.add(array, pa.scalar(0.0, array.type))  # -0.0 is 0.0
     is_binary = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
     return hash_bytes(array.cast(pa.large_binary() if is_binary else pa.large_string()))[1]
+
+
+def _first_rank(num_rows: int, limit: float) -> int:
+    """Return the smallest rank in time order, from 0, whose ratio to the row count is at least ``limit``."""
+    rank = max(int(limit * num_rows) - 1, 0)  # not too large, whatever the rounding
+    while rank < num_rows and rank / num_rows < limit:
+        rank += 1
+    return rank
 
 
 def _has_rows(parts: Sequence[Parts], part: "Part") -> bool:

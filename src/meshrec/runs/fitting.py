@@ -1,14 +1,16 @@
 """Fit the features of a run (such as vocabularies and bucket edges), and read them back.
 
-Rank 0 fits them once and stores them in the run folder, from which all later commands read them.
+A run fits them once, on all ranks if the data source supports it. Rank 0 stores them in the run folder, from
+which all later commands read them.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshrec.comms.failures import sendable
 from meshrec.data.faults import DataError
 from meshrec.train.ranks import Ranks
-from meshrec.train.recipe import DataSource, FittedSource
+from meshrec.train.recipe import DataSource, FittedSource, RankFittedSource
 from meshrec.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -19,8 +21,13 @@ FEATURES = "features.json"
 """File with the fitted features, inside the run folder."""
 
 
-def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
-    """Load a run's data. If features must be fitted, rank 0 does so once for all ranks. Collective.
+def load_data(
+    source: DataSource,
+    folder: RunFolder,
+    ranks: Ranks,
+    tell: Callable[[float], None] = lambda share: None,
+) -> "Dataset":
+    """Load a run's data. If features must be fitted, the ranks do so once. Collective.
 
     If the run folder has fitted features already, they are used.
 
@@ -28,30 +35,50 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
         source: the recipe's data source.
         folder: run folder.
         ranks: the ranks, from `join`.
+        tell: called with the finished share of fitting, from 0 to 1.
 
     Raises:
-        Exception: rank 0 failed; raised on every rank with the same cause.
+        Exception: a rank failed to fit the features; raised on every rank with the same cause.
     """
     # Sources without features need no agreement: every rank loads the same data.
     if not isinstance(source, FittedSource):
         return source.load()
     from meshrec.data.features import Features
 
-    saved: Any = None
+    saved = _of_first(ranks, lambda: folder.read_json(FEATURES))
+    if saved is None:
+        features: Features | None = None
+        if isinstance(source, RankFittedSource):
+            features = source.fit_on_ranks(ranks.axis, tell)
+
+        def save() -> Any:
+            """Store the features in the run folder, and return them as JSON types."""
+            fitted = (source.fit() if features is None else features).to_json()
+            # Sealed, because changed features would silently change every prediction.
+            folder.write_json(FEATURES, fitted, seal=True)
+            return fitted
+
+        saved = _of_first(ranks, save)
+    return source.dataset(Features.from_json(saved))
+
+
+def _of_first(ranks: Ranks, compute: Callable[[], Any]) -> Any:
+    """Return the result of a function that only rank 0 runs. Collective.
+
+    Raises:
+        Exception: the function failed; raised on every rank.
+    """
+    result: Any = None
     if ranks.is_first:
         try:
-            saved = folder.read_json(FEATURES)
-            if saved is None:
-                saved = source.fit().to_json()
-                # Sealed, because changed features would silently change every prediction.
-                folder.write_json(FEATURES, saved, seal=True)
+            result = compute()
         # An error must reach all ranks: they wait for rank 0 in the broadcast below.
         except Exception as error:
-            saved = sendable(error)
-    saved = ranks.share(saved)
-    if isinstance(saved, Exception):
-        raise saved
-    return source.dataset(Features.from_json(saved))
+            result = sendable(error)
+    result = ranks.share(result)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def features_of(folder: RunFolder) -> "Features":

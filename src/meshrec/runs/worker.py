@@ -325,8 +325,13 @@ class _RankRun:
         Raises:
             Exception: a rank cannot load the data, or has other data; raised on every rank.
         """
+
+        def tell(share: float) -> None:
+            """Report the finished share of fitting, from 0 to 1, to all observers."""
+            self._notify(Progressed("fitting features", share))
+
         with together(self._ranks.axis, "loading the data"):
-            dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
+            dataset = load_data(self._job.recipe.data, self._folder, self._ranks, tell)
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
         return dataset
 

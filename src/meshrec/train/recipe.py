@@ -6,6 +6,7 @@ options.
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -22,6 +23,7 @@ from meshrec.train.schedule import Schedule
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from meshrec.comms.mesh import Axis
     from meshrec.data import Dataset, Split
     from meshrec.data.encoding import Encoding
     from meshrec.data.faults import Faults
@@ -77,6 +79,25 @@ class FittedSource(Protocol):
 
         Returns:
             Dataset with the data as its training part.
+        """
+
+
+@runtime_checkable
+class RankFittedSource(FittedSource, Protocol):
+    """Interface of a fitted source whose features all ranks can fit together."""
+
+    def fit_on_ranks(self, axis: "Axis", tell: Callable[[float], None]) -> "Features | None":
+        """Fit the features on the training data, of which every rank reads a share. Collective.
+
+        Args:
+            axis: the ranks.
+            tell: called with the finished share of this rank's work, from 0 to 1.
+
+        Returns:
+            The result of `fit` on rank 0, None on other ranks.
+
+        Raises:
+            Exception: a rank failed; raised on every rank.
         """
 
 
@@ -166,6 +187,21 @@ class TableSource(ABC):
         train = self.parts()[0]
         features: Features = self.features
         return fit_features(features, self._open, train, split=self._split(), on_error=self.on_error)
+
+    def fit_on_ranks(self, axis: "Axis", tell: Callable[[float], None]) -> "Features | None":
+        """Fit the features on all ranks together; see `RankFittedSource`.
+
+        Args:
+            axis: the ranks.
+            tell: called with the finished share of this rank's work, from 0 to 1.
+        """
+        from meshrec.data.features.fitting import fit_on_ranks
+
+        train = self.parts()[0]
+        features: Features = self.features
+        return fit_on_ranks(
+            features, self._open, train, axis, split=self._split(), on_error=self.on_error, tell=tell
+        )
 
     def dataset(self, features: "Features") -> "Dataset":
         """Open the data with fitted features."""

@@ -23,7 +23,7 @@ def test_a_sample_does_not_depend_on_how_the_data_is_cut():
     ]
     merged = parts[0]
     for part in parts[1:]:
-        merged = part.merged(merged, 100)
+        merged = part.merged(merged, limit=100)
     assert merged.table["x"].to_pylist() == whole.table["x"].to_pylist()
     assert len(set(whole.table["x"].to_pylist())) == 100
     assert abs(np.mean(whole.table["x"].to_numpy()) - 2500) < 3 * 1443 / 10

@@ -53,11 +53,18 @@ class FitState(NamedTuple):
     fractional: frozenset[str] = frozenset()
     """Columns of hashed features with decimals, or lists of numbers, some of which have a fraction."""
 
-    def merged(self, other: "FitState") -> "FitState":
-        """Merge with the state of other rows. The result is the state of all these rows together."""
-        counts = {name: counts.merged(other.counts[name]) for name, counts in self.counts.items()}
-        fractional = self.fractional | other.fractional
-        return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts, fractional)
+    def merged(self, *others: "FitState") -> "FitState":
+        """Merge with the states of other rows. The result is the state of all these rows together."""
+        counts = {
+            name: counts.merged(*(other.counts[name] for other in others))
+            for name, counts in self.counts.items()
+        }
+        return FitState(
+            self.num_rows + sum(other.num_rows for other in others),
+            self.sample.merged(*(other.sample for other in others)),
+            counts,
+            self.fractional.union(*(other.fractional for other in others)),
+        )
 
 
 class ModelInputs(NamedTuple):
@@ -377,12 +384,13 @@ class Features(Encoding):
 
     # -- fitting -----------------------------------------------------------------------------------------
 
-    def state_of(self, table: pa.Table, rows: Ints) -> FitState:
+    def state_of(self, table: pa.Table, rows: Ints, max_hash: np.uint64 | None = None) -> FitState:
         """Compute the statistics of some training rows, for `fitted`.
 
         Args:
             table: the rows.
             rows: row numbers in the whole data, int64 [n]. Hashes of them decide which rows are sampled.
+            max_hash: as for `RowSample.of`.
         """
         table = plain_table(table)
         for join in self.joins:
@@ -404,7 +412,7 @@ class Features(Encoding):
                 counts[feature.name] = Counts.of(decoded(array))
         hashed = {feature.source for feature in self.ids if isinstance(feature, Hashed)}
         fractional = frozenset(name for name in hashed if _has_fractions(table[name]))
-        return FitState(table.num_rows, RowSample.of(sampled, rows), counts, fractional)
+        return FitState(table.num_rows, RowSample.of(sampled, rows, max_hash=max_hash), counts, fractional)
 
     def fitted(self, state: FitState, schema: pa.Schema) -> "Features":
         """Return the features fitted to training data: with vocabularies, normalization and bucket edges.

@@ -1,15 +1,22 @@
-"""Fitting of features in a pass over training data, possibly on several processes or machines."""
+"""Fitting of features in a pass over training data, possibly on several ranks, processes or machines."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshrec.comms.agreement import together
+from meshrec.comms.collectives import gather_objects
+from meshrec.comms.mesh import Axis
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.features.features import Features, FitState
+from meshrec.data.features.merging import StateMerger, merge_ranks
 from meshrec.data.samples import Bools
-from meshrec.data.splitting import Part, Split
+from meshrec.data.shares import RowRange, cut_rows, row_ranges
+from meshrec.data.splitting import Part, Parts, Split
+from meshrec.data.streaming import Source
 from meshrec.data.tables import OpenSource, Tables
 
 _FIT_ROWS = 1 << 16
@@ -46,33 +53,119 @@ def fit_features(
     """
     source = open_source(train, features, Faults(on_error))
     assert isinstance(source, Tables)
-    parts = None if split is None else split.parts_of(source)
-    state: FitState | None = None
-    firsts = np.cumsum(source.block_sizes) - source.block_sizes
-    # Global row numbers choose the sample, which then does not depend on block sizes.
-    blocks = [
-        _Block(number, int(first), None if parts is None else parts[number] == Part.TRAIN)
-        for number, first in enumerate(firsts)
-    ]
+    selected = None if split is None else _training_mask(split.parts_of(source))
+    blocks = _blocks(row_ranges(source.block_sizes), selected)
+    merger = StateMerger()
     # States merge exactly in any order, so the engine may run blocks anywhere.
-    for block_state in engine(functools.partial(_fit_block, source, features), blocks):
+    for state in engine(functools.partial(_fit_block, source, features), blocks):
         # A block may have no training rows.
-        if block_state is not None:
-            state = block_state if state is None else state.merged(block_state)
+        if state is not None:
+            merger.add(state)
+    return _fitted(features, merger.state(), source)
+
+
+def fit_on_ranks(
+    features: Features,
+    open_source: OpenSource,
+    train: Any,
+    axis: Axis,
+    *,
+    split: Split | None = None,
+    on_error: OnError = "raise",
+    tell: Callable[[float], None] = lambda share: None,
+) -> Features | None:
+    """Fit features on all ranks together. Every rank reads an equal share of the rows. Collective.
+
+    The result does not depend on the number of ranks.
+
+    Args:
+        features: features to fit.
+        open_source: as for `fit_features`.
+        train: as for `fit_features`.
+        axis: the ranks.
+        split: as for `fit_features`.
+        on_error: as for `fit_features`.
+        tell: called with the share of this rank's rows that are read, from 0 to 1.
+
+    Returns:
+        The fitted features on rank 0, None on other ranks.
+
+    Raises:
+        Exception: a rank failed, as for `fit_features`; raised on every rank.
+    """
+    name = "fitting features"
+    with together(axis, name):
+        source = open_source(train, features, Faults(on_error))
+        assert isinstance(source, Tables)
+    sizes = source.block_sizes
+    selected = None if split is None else _training_rows(split, source, axis)
+    first, last = cut_rows(int(sizes.sum()), axis.size, selected)[axis.rank : axis.rank + 2]
+    merger = StateMerger()
+    num_read = 0
+    with together(axis, name):
+        for block in _blocks(row_ranges(sizes, first, last), selected):
+            for num_added in _add_rows(merger, source, features, block):
+                num_read += num_added
+                tell(num_read / (last - first))
+        state = merger.state()
+    state = merge_ranks(state, axis)
+    fitted = None
+    with together(axis, name):
+        if axis.rank == 0:
+            fitted = _fitted(features, state, source)
+    return fitted
+
+
+def _training_mask(parts: Sequence[Parts]) -> Bools:
+    """Return the mask of training rows, from the `Part` per row in some arrays."""
+    return np.concatenate([np.zeros(0, np.bool_), *(block == Part.TRAIN for block in parts)])
+
+
+def _training_rows(split: Split, source: Source, axis: Axis) -> Bools:
+    """Return the mask of all training rows, of which every rank computes an equal share. Collective."""
+    name = "dividing rows into training and other data"
+    sizes = source.block_sizes
+    first, last = cut_rows(int(sizes.sum()), axis.size)[axis.rank : axis.rank + 2]
+    with together(axis, name):
+        keys = split.keys_of(source, row_ranges(sizes, first, last))
+    own = _training_mask(split.parts_of_keys(keys, lambda item: gather_objects(item, axis, name)))
+    masks = gather_objects((np.packbits(own), len(own)), axis, name)
+    return np.concatenate([np.unpackbits(bits, count=num).view(np.bool_) for bits, num in masks])
+
+
+def _fitted(features: Features, state: FitState | None, source: Tables) -> Features:
+    """Return the fitted features.
+
+    Args:
+        features: features to fit.
+        state: statistics of all training rows; None if there are no rows.
+        source: source of the rows.
+    """
     if state is None:
         raise DataError("there is no training row to fit features on. Give more data, or another split.")
     return features.fitted(state, features.joined_schema(source.arrow_schema))
 
 
 class _Block(NamedTuple):
-    """Block of the data whose statistics an engine computes as one task; see `fit_features`."""
+    """Rows of a block whose statistics are computed as one task; see `fit_features`."""
 
-    number: int
-    """Number of the block in the source."""
-    first_row: int
-    """Row number in the whole data for the first row."""
+    rows: RowRange
+    """The rows."""
     selected: Bools | None
-    """Mask of the training rows in the block; None: all rows."""
+    """Mask of the training rows; None: all rows."""
+
+
+def _blocks(ranges: Sequence[RowRange], selected: Bools | None) -> list[_Block]:
+    """Return the tasks for some rows.
+
+    Args:
+        ranges: the rows.
+        selected: mask of the training rows in the whole data; None: all rows.
+    """
+    return [
+        _Block(rows, None if selected is None else selected[rows.first_row :][: rows.stop - rows.start])
+        for rows in ranges
+    ]
 
 
 def _fit_block(source: Tables, features: Features, block: _Block) -> FitState | None:
@@ -81,15 +174,39 @@ def _fit_block(source: Tables, features: Features, block: _Block) -> FitState | 
     Args:
         source: source with the block.
         features: features to fit.
-        block: the block.
+        block: the rows.
     """
-    state: FitState | None = None
+    merger = StateMerger()
+    for _ in _add_rows(merger, source, features, block):
+        pass
+    return merger.state()
+
+
+def _add_rows(merger: StateMerger, source: Tables, features: Features, block: _Block) -> Iterator[int]:
+    """Add the statistics of the training rows in a block, table by table. Yields the rows read.
+
+    Args:
+        merger: merger of the statistics.
+        source: source with the block.
+        features: features to fit.
+        block: the rows.
+    """
+    number, start, stop, first_row = block.rows
     at = 0
-    for table in source.tables(block.number, _FIT_ROWS):
-        num = table.num_rows
-        rows = np.arange(num) if block.selected is None else np.flatnonzero(block.selected[at : at + num])
-        if len(rows):
-            table_state = features.state_of(table.take(rows), block.first_row + at + rows)
-            state = table_state if state is None else state.merged(table_state)
-        at += num
-    return state
+    with closing(source.tables(number, _FIT_ROWS)) as tables:
+        for table in tables:
+            # The rows of this table, counted in the block.
+            low, high = max(start, at), min(stop, at + table.num_rows)
+            if low < high:
+                rows = np.arange(low, high)
+                if block.selected is not None:
+                    rows = rows[block.selected[low - start : high - start]]
+                if len(rows):
+                    is_all = len(rows) == table.num_rows
+                    selected = table if is_all else table.take(rows - at)
+                    # Row numbers in the whole data choose the sample, which then does not depend on blocks.
+                    merger.add(features.state_of(selected, first_row - start + rows, merger.max_hash))
+                yield high - low
+            at += table.num_rows
+            if at >= stop:
+                return

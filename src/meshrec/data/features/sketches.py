@@ -37,20 +37,29 @@ class RowSample(NamedTuple):
     """Hash of the row number, per sampled row, ascending."""
 
     @staticmethod
-    def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
+    def of(
+        table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS, max_hash: np.uint64 | None = None
+    ) -> "RowSample":
         """Sample the rows of a table, which may be a part of the data.
 
         Args:
             table: n data rows.
             rows: row numbers in the whole data, int64 [n].
             limit: maximum sampled rows.
+            max_hash: leave out rows with a larger hash, because there are ``limit`` other rows with smaller
+                ones. None: no row.
         """
-        return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
+        hashes = mix(rows.view(np.uint64), seed=_ROW_SEED)
+        if max_hash is not None:
+            is_small = hashes <= max_hash
+            table, hashes = table.filter(pa.array(is_small)), hashes[is_small]
+        return _smallest(table, hashes, limit)
 
-    def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Return the sample of all rows from which both samples were taken."""
-        table = pa.concat_tables([self.table, other.table], promote_options="permissive")
-        return _smallest(table, np.concatenate([self.hashes, other.hashes]), limit)
+    def merged(self, *others: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
+        """Return the sample of all rows from which the samples were taken."""
+        samples = (self, *others)
+        table = pa.concat_tables([sample.table for sample in samples], promote_options="permissive")
+        return _smallest(table, np.concatenate([sample.hashes for sample in samples]), limit)
 
 
 def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
@@ -114,19 +123,27 @@ class Counts:
         counted = pc.value_counts(array)
         return Counts(counted.field("values"), counted.field("counts").cast(pa.int64()))
 
-    def merged(self, other: "Counts") -> "Counts":
-        """Return the counts of the values in both arrays together."""
+    def merged(self, *others: "Counts") -> "Counts":
+        """Return the counts of the values in all arrays together.
+
+        Raises:
+            ArrowInvalid: types have no common type, such as strings and integers, or integers beyond 2**53
+                are merged with floats.
+        """
         # Files may use different widths, and floats for integers with nulls.
-        tables = [self._table(), other._table()]
+        tables = [counts._table() for counts in (self, *others)]
         kinds = {table.schema.field("value").type for table in tables}
+        if any(map(pa.types.is_floating, kinds)):
+            for table in tables:
+                _check_floats_hold(table["value"])
         # uint64 has no common integer type with int64, but decimals hold both exactly.
         wide = len(kinds) > 1 and any(kind == pa.uint64() or pa.types.is_decimal(kind) for kind in kinds)
         if wide and not any(map(pa.types.is_floating, kinds)):
             exact = pa.schema([("value", pa.decimal256(76, _scale(kinds))), ("count", pa.int64())])
             tables = [table.cast(exact) for table in tables]
-        both = pa.concat_tables(tables, promote_options="permissive")
+        joined = pa.concat_tables(tables, promote_options="permissive")
         # Threads would make the order of groups random.
-        grouped = both.group_by("value", use_threads=False)
+        grouped = joined.group_by("value", use_threads=False)
         summed = grouped.aggregate([("count", "sum")])
         return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
 
@@ -148,6 +165,18 @@ class Counts:
 
     def _table(self) -> pa.Table:
         return pa.table({"value": self.values, "count": self.counts})
+
+
+def _check_floats_hold(values: Any) -> None:
+    """Raise ArrowInvalid for decimals beyond 2**53, whose integers float64 cannot represent.
+
+    Arrow checks integers, but rounds decimals. Without this check, the result would depend on whether
+    integers became decimals before they are merged with floats.
+    """
+    if pa.types.is_decimal(values.type) and pc.any(pc.greater(pc.abs(values), 2**53)).as_py():
+        raise pa.ArrowInvalid(
+            f"the value {pc.max(pc.abs(values)).as_py()} is beyond 2**53, and is not counted with floats"
+        )
 
 
 def _scale(kinds: Iterable[pa.DataType]) -> int:

@@ -124,19 +124,20 @@ class Vocabulary(IdFeature):
         Raises:
             DataError: the vocabulary exceeds the table, or has bytes that are not text.
         """
-        ordered = counts.by_count()
-        if pa.types.is_binary(ordered.values.type) or pa.types.is_large_binary(ordered.values.type):
+        if pa.types.is_binary(counts.values.type) or pa.types.is_large_binary(counts.values.type):
             try:
-                ordered = Counts(ordered.values.cast(pa.large_string()), ordered.counts)
+                counts = Counts(counts.values.cast(pa.large_string()), counts.counts)
             except pa.ArrowInvalid as error:
                 raise DataError(
                     f"feature {self.name!r}: column {self.source!r} has bytes that are not UTF-8: "
                     f"{error}. Hash it."
                 ) from error
-        if kind_of(ordered.values.type) in ("integer", "number"):
-            kind, values = _unify_number_kinds(kind, ordered.values)
-            # Converted values may be equal. Their counts are added up, which changes the order.
-            ordered = ordered.with_values(values).by_count()
+        if kind_of(counts.values.type) in ("integer", "number"):
+            kind, values = _unify_number_kinds(kind, counts.values)
+            if values.type != counts.values.type:
+                # Converted values may be equal.
+                counts = counts.with_values(values)
+        ordered = counts.by_count()
         num_frequent = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
         size = num_frequent if self.max_size is None else min(num_frequent, self.max_size)
         if self.num_embeddings is not None and self._first + size > self.num_embeddings:
