@@ -69,6 +69,9 @@ def test_only_column_parts_exchange_row_statistics(profile):
     assert phase(load(row_wise, columns=32), "row_stats") > 0
     adam = CostModel([one_table(optimizer=OptimizerKind.ADAM)], topology, batch_size=100)
     assert phase(load(adam, columns=32), "row_stats") == 0
+    columns = np.array([64, 32])
+    assert row_wise.needs_row_stats(np.array([0, 0]), columns).tolist() == [False, True]
+    assert not adam.needs_row_stats(np.array([0, 0]), columns).any()
 
 
 def test_kernels_that_keep_what_they_sorted_pass_over_gradients_again(profile):
@@ -144,6 +147,15 @@ def test_replicas_exchange_gradients_and_shrink_the_group(profile):
     assert phase(load(model), "ids") == pytest.approx((2 * 1000 * 4 + 200 * 4) * 0.5 / 1e9 + 2e-6)
     with pytest.raises(ValueError, match=r"3 replicas.*divide 4"):
         CostModel([one_table()], topology, batch_size=100, replicas=3)
+
+
+def test_small_replica_groups_on_two_nodes_exchange_between_the_nodes(profile):
+    topology = Topology(world_size=16, local_world_size=8, hardware=profile, replicate=(4,))
+    model = CostModel([one_table()], topology, batch_size=100, replicas=4)
+    # Groups of 4 ranks fit into a node, but the 4 replicas of a shard are on 2 nodes.
+    assert phase(load(model), "replicas") == pytest.approx(2 * 3 / 4 * 1000 * 64 * 4 / 1e9)
+    fixed = model.fixed_seconds(UsedCollectives(sharded=True, row_stats=False, data_parallel=False))
+    assert fixed[PHASES.index("replicas")] == pytest.approx(2 * 2e-5)
 
 
 def test_half_duplex_adds_what_a_rank_receives(profile):

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel, UsedCollectives
 from meshrec.planner.evaluate import evaluate_placements, from_plan, sharding_type
@@ -51,6 +50,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     problem = build_problem(model, inputs.constraints)
     placements = from_plan(plan, inputs.tables)
     estimate = evaluate_placements(placements, model)
+    row_stats_T = _need_row_stats(placements, model)
     # The target is irrelevant here: set_exponent sets the scale for every table.
     state = State(problem, np.ones(problem.load_PK.shape[1]))
     load_RK = estimate.load_RF @ problem.merge_FK
@@ -70,11 +70,18 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         table_unmerged = only_table.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
         remaining = float(unmerged - table_unmerged)
         table = inputs.tables[index]
-        present_sharding = plan.plan[table.module_path][table.name]
-        latency = _Latency(model, np.delete(placements.replicated_T, index))
-        before += latency.seconds(bool(placements.replicated_T[index])) - remaining
+        present_sharding = plan.plan[table.module_path][table.local_name]
+        replicated_N = np.delete(placements.replicated_T, index)
+        others = UsedCollectives(
+            sharded=bool((~replicated_N).any()),
+            row_stats=bool(np.delete(row_stats_T, index).any()),
+            data_parallel=bool(replicated_N.any()),
+        )
+        replicated = bool(placements.replicated_T[index])
+        used = UsedCollectives(not replicated, bool(row_stats_T[index]), replicated)
+        before += _latency(model, others, used) - remaining
         best = _best_per_type(
-            state, problem, model, index, constraints=inputs.constraints, before=before, latency=latency
+            state, problem, model, index, constraints=inputs.constraints, before=before, others=others
         )
         # Candidates are split evenly, so an uneven split in the plan may beat all of them.
         present = Alternative(present_sharding.sharding_type.value, max(1, len(present_sharding.shards)), 0.0)
@@ -84,31 +91,27 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
     return by_table
 
 
-class _Latency:
-    """Computes the latency of a step's collectives when a table is added to the other tables of a plan.
+def _need_row_stats(placements: Placements, model: CostModel) -> Bools:
+    """Return for every table whether the plan all-reduces row statistics for it."""
+    columns_N = placements.column_end_N - placements.column_start_N
+    row_stats_T = np.zeros(len(model.tables), bool)
+    row_stats_T[placements.table_N[model.needs_row_stats(placements.table_N, columns_N)]] = True
+    return row_stats_T
 
-    A collective runs if at least one table needs it. So the added table increases the latency only if it
-    needs a collective which no other table needs.
+
+def _latency(model: CostModel, others: UsedCollectives, table: UsedCollectives) -> float:
+    """Return the fixed step time in seconds when a table is added to the other tables of a plan.
+
+    A collective runs if at least one table needs it. So the added table increases the time only if it needs a
+    collective which no other table needs.
 
     Args:
         model: cost model.
-        replicated_T: whether a table is data-parallel, for all other tables.
+        others: collectives for all other tables.
+        table: collectives for the added table.
     """
-
-    def __init__(self, model: CostModel, replicated_T: Bools) -> None:
-        self._model = model
-        self._sharded, self._replicated = bool((~replicated_T).any()), bool(replicated_T.any())
-
-    def seconds(self, replicated: bool) -> float:
-        """Return the step's latency in seconds with the added table.
-
-        Args:
-            replicated: True if the added table is data-parallel, False if it is sharded.
-        """
-        # The latency of the row statistics all-reduce is left out, for the present placement as for all
-        # others.
-        usage = UsedCollectives(self._sharded or not replicated, False, self._replicated or replicated)
-        return float(self._model.fixed_seconds(usage).sum())
+    usage = UsedCollectives(*(any(pair) for pair in zip(others, table, strict=True)))
+    return float(model.fixed_seconds(usage).sum())
 
 
 def _best_per_type(
@@ -119,7 +122,7 @@ def _best_per_type(
     *,
     constraints: Mapping[str, ParameterConstraints],
     before: float,
-    latency: "_Latency",
+    others: UsedCollectives,
 ) -> dict[str, Alternative]:
     """Return the fastest even split of a table for every sharding type, by sharding type.
 
@@ -133,7 +136,7 @@ def _best_per_type(
         constraints: constraints by table name.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
-        latency: latency for the collectives which other tables need.
+        others: collectives which other tables need.
     """
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
@@ -146,7 +149,9 @@ def _best_per_type(
         load_RK[placed.placement.rank_N] += state.loads(placed.placement)
         after = float(load_RK.max(axis=0).sum() + problem.common_cost_C[candidate])
         name = sharding_type(problem.layouts_C[candidate], constraints.get(table.name)).value
-        after += latency.seconds(name == ShardingType.DATA_PARALLEL.value)
+        sharded = bool(problem.sharded_C[candidate])
+        used = UsedCollectives(sharded, bool(problem.row_stats_C[candidate]), not sharded)
+        after += _latency(model, others, used)
         alternative = Alternative(name, max(1, len(placed.placement.rank_N)), after - before)
         if name not in best or alternative.change < best[name].change:
             best[name] = alternative

@@ -199,8 +199,6 @@ def _max_rounding_loss(total: Floats, count: Floats, fraction_Q: Floats, slope_Q
 
 # Fraction of a type's tables above which the relaxation uses a candidate. Solvers return tiny values for 0.
 _USED = 1e-9
-# Minimum cut violation worth adding, relative to the objective.
-_LEAST_EXCESS = 1e-4
 
 
 class LargestPieces:

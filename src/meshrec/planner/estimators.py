@@ -185,7 +185,7 @@ class CostModel:
         sums = distinct * a.row_statistics_bytes_T[table]
         # An all-reduce sends every byte twice: to the summing rank, and back.
         statistics = 2 * sums * self._routes.seconds_per_byte
-        is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
+        is_split = self.needs_row_stats(table, columns)
         # Row statistics are exchanged between the sum of gradients and the update.
         if p.sorts_once:  # sorted IDs are reused; gradients are read twice
             # Sums are copied for peers, reduced, divided, and sorted.
@@ -199,6 +199,20 @@ class CostModel:
         loads[:, _ROW_STATS] = np.where(is_split, statistics, 0.0)
         loads[:, _UPDATE] += np.where(is_split, again + distinct * p.update_id_seconds, 0.0)
         return self._without_backward(table, loads)
+
+    def needs_row_stats(self, table_N: npt.NDArray[np.integer], columns_N: npt.NDArray[np.number]) -> Bools:
+        """Return for every rectangle whether its update needs an all-reduce of row statistics.
+
+        This is so if the rectangle has a part of the columns, and the optimizer needs a sum over whole rows.
+
+        Args:
+            table_N: table index per rectangle.
+            columns_N: columns per rectangle.
+        """
+        a = self.arrays
+        has_stats = a.trained_T[table_N] & (a.row_statistics_bytes_T[table_N] > 0)
+        result: Bools = has_stats & (columns_N < a.columns_T[table_N])
+        return result
 
     def rectangle_bytes(
         self,
@@ -387,7 +401,7 @@ class CostModel:
         else:  # routing has a fixed cost, which the all-to-all latency includes otherwise
             fixed[_IDS] += p.kernel_seconds
         if self.replicas > 1 and usage.sharded:
-            fixed[_REPLICAS] = 2 * self._routes.replicas.latency
+            fixed[_REPLICAS] = 2 * self._routes.all_ranks.latency
         if self.topology.world_size > 1 and usage.data_parallel:
             fixed[_DATA_PARALLEL] = self._routes.all_ranks.latency
         return fixed
@@ -530,7 +544,7 @@ class CostModel:
         """
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
-        peers, link = self.replicas - 1, self._routes.replicas
+        peers, link = self.replicas - 1, self._routes.all_ranks
         sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
         dense = 2 * peers / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
         result: Floats = np.minimum(sparse, dense)

@@ -51,8 +51,8 @@ class GroupRoutes(NamedTuple):
 
     Attributes:
         outer: slowest link within the shard group.
-        replicas: slowest link between ranks with the same rectangles in different shard groups.
-        all_ranks: slowest link between any two ranks of the machine.
+        all_ranks: slowest link between any two ranks of the machine. Exchanges between replicas use it, too:
+            on several nodes, the first and the last replica of a rectangle are always on different nodes.
         same_node: fraction sent to other ranks in the same node.
         other_nodes: fraction sent to other nodes.
         seconds_per_byte: seconds per byte in an all-to-all, over both kinds of links.
@@ -63,7 +63,6 @@ class GroupRoutes(NamedTuple):
     """
 
     outer: Link
-    replicas: Link
     all_ranks: Link
     same_node: float
     other_nodes: float
@@ -84,13 +83,11 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
     """
     profile = topology.profile
     multi_node = topology.world_size > topology.local_size
-    crosses_nodes = num_ranks >= topology.local_size and multi_node
     # A rank keeps 1 / num_ranks of an all-to-all for itself, so these two fractions do not sum to 1.
     same_node, other_nodes = (node_size - 1) / num_ranks, (num_ranks - node_size) / num_ranks
     outer = profile.inter if num_ranks > node_size else profile.intra
     return GroupRoutes(
         outer=outer,
-        replicas=profile.inter if crosses_nodes else profile.intra,
         all_ranks=profile.inter if multi_node else profile.intra,
         same_node=same_node,
         other_nodes=other_nodes,
