@@ -93,6 +93,18 @@ def test_rows_go_over_all_ranks(ebc):
     assert [placed.ranks for placed in found.plan[""].values()] == [list(range(8))] * 2
 
 
+def test_a_constraint_holds_for_the_tables_of_that_name_in_all_modules():
+    def bags(columns):
+        tables = [EmbeddingBagConfig(name="t", num_embeddings=64, embedding_dim=columns, feature_names=["f"])]
+        return EmbeddingBagCollection(tables, device="meta")
+
+    rows = {"t": ParameterConstraints(sharding_types=["row_wise"])}
+    model = nn.ModuleDict({"a": bags(64), "b": bags(32)})
+    plan = make(constraints=rows).plan(model, [EmbeddingBagCollectionSharder()])
+    assert {path: plan.plan[path]["t"].sharding_type for path in "ab"} == {"a": "row_wise", "b": "row_wise"}
+    assert [len(plan.plan[path]["t"].ranks) for path in "ab"] == [2, 2]
+
+
 def test_a_model_without_tables_has_an_empty_plan():
     linear = nn.Linear(2, 2)
     assert make().plan(linear, [EmbeddingBagCollectionSharder()]).plan == {}

@@ -185,7 +185,8 @@ class EmbeddingShardingPlanner:
             )
         return planners.EmbeddingShardingPlanner(
             topology=self._topology,
-            constraints={table.name: self._core_constraints(table) for table in tables},
+            # As in TorchRec, a constraint holds for all tables with its name, in every module.
+            constraints={table.full_name: self._core_constraints(table) for table in tables},
             batch_size=self._batch_size,
             time_limit=self._time_limit,
         )
@@ -265,6 +266,11 @@ class _Table(NamedTuple):
     has_optimizer: bool
     """Whether the table has an in-backward optimizer."""
     sharder: Any
+
+    @property
+    def full_name(self) -> str:
+        """``path.name``, which is unique in the model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
