@@ -1,7 +1,6 @@
 import atexit
 import fcntl
 import gc
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from meshrec.fork_server import start_fork_server
 from meshrec.testing.rank_pool import PRELOADED, RankPool
 from meshrec.train import Recipe
 from tests.interpreters import Interpreters
@@ -27,8 +27,11 @@ if "XDG_STATE_HOME" not in os.environ:
 pytest_plugins = ["tests.planner.cases", "tests.export.torchscript_program"]
 
 # What functions for ranks import; set here, as the first process that is started settles it for all.
-PRELOAD = ["pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"]
-multiprocessing.set_forkserver_preload([*PRELOADED, *PRELOAD])
+PRELOAD = [
+    *("pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"),
+    *("meshrec.cli.train", "meshrec.cli.screen"),
+]
+start_fork_server([*PRELOADED, *PRELOAD])
 
 # One thread each, for the workers of a session and for what they start, as together they have few cores:
 # threads that wait for each other's turn burn more than they bring. Tests of several threads ask for them.

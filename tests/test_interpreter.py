@@ -1,14 +1,15 @@
 """Processes that MeshRec starts do not import modules of the current folder."""
 
-import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from meshrec import interpreter
-from meshrec.interpreter import drop_current_folder, interpreter_arguments
+from meshrec.interpreter import START_PATH, drop_current_folder, interpreter_arguments
+from meshrec.train.rank_processes import RankProcesses
 
 
 @pytest.fixture
@@ -26,66 +27,39 @@ def planted(tmp_path, monkeypatch):
 def test_a_new_interpreter_imports_nothing_of_the_current_folder(planted):
     code = "import socket, meshrec.interpreter; print(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, *interpreter_arguments(code), "--word"], capture_output=True, text=True, check=True
+        [sys.executable, *interpreter_arguments(code, START_PATH), "--word"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "['--word']\n"
     assert not planted.exists()
 
 
-def test_ranks_start_without_folders_that_a_recipe_added(monkeypatch):
+def test_ranks_import_nothing_of_the_current_folder(planted, tmp_path):
+    program, recipe = Path(sys.executable).with_name("meshrec"), Path(__file__).parent / "train" / "small.py"
+    words = [program, "train", f"{recipe}:small", "--nproc", "2", "--runs", tmp_path / "runs"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not planted.exists()
+
+
+def test_ranks_run_a_command_with_the_path_at_the_start(monkeypatch, capfd):
     monkeypatch.syspath_prepend("folder of a recipe")
-    (_, code) = interpreter_arguments("pass")
-    assert "folder of a recipe" not in code
-    assert "folder of a recipe" in interpreter_arguments("pass", sys.path)[1]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train synthetic_clicks",
-        "tune synthetic_clicks",
-        "evaluate x --data y",
-        "predict x --data y --out scores.parquet",
-    ],
-)
-def test_ranks_are_started_by_the_safe_interpreter(command, monkeypatch, tmp_path):
-    from torch.distributed.launcher import api
-
-    from meshrec.cli.__main__ import COMMANDS
-    from meshrec.train.run_folder import CONFIG
-
-    started = []
-
-    class Launched(Exception):
-        pass
-
-    def elastic_launch(config, entrypoint):
-        def start(*arguments):
-            started.append((entrypoint, *arguments))
-            raise Launched
-
-        return start
-
-    monkeypatch.setattr(api, "elastic_launch", elastic_launch)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / CONFIG).write_text("{}")
-    words = [*command.split(), "--nproc", "2", "--runs", str(tmp_path)]
-    with pytest.raises(Launched):
-        importlib.import_module(COMMANDS[words[0]].module).main(words[1:])
-    ((program, option, code, *_),) = started
-    assert (program, option) == (sys.executable, "-c")
-    assert code.startswith("import sys; sys.path[:] = [")
-    assert "''" not in code.split("]")[0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    ranks = RankProcesses(["--version"], os.environ, 2)
+    while ranks.running():
+        ranks.wait(60.0)
+    assert (ranks.failures(), capfd.readouterr().out.count("meshrec ")) == ({}, 2)
 
 
 def test_python_m_forgets_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/elsewhere"])
-    monkeypatch.setattr(interpreter, "_start_path", [str(tmp_path), "/elsewhere"])
+    monkeypatch.setattr(interpreter, "START_PATH", [str(tmp_path), "/elsewhere"])
     drop_current_folder()
     drop_current_folder()
-    assert sys.path == interpreter._start_path == ["/elsewhere"]
+    assert sys.path == interpreter.START_PATH == ["/elsewhere"]
 
 
 def test_python_m_imports_nothing_of_the_current_folder(tmp_path):
@@ -128,13 +102,12 @@ def test_a_rank_pool_imports_nothing_of_the_current_folder(planted, tmp_path):
     script = tmp_path / "elsewhere" / "script.py"
     script.parent.mkdir()
     script.write_text(
-        "import os\nfrom meshrec.testing import rank_pool\nfrom meshrec.testing.rank_pool import RankPool\n"
+        "from meshrec.testing import rank_pool\nfrom meshrec.testing.rank_pool import RankPool\n"
         "rank_pool.PRELOADED = ('torch',)\n"
         "def work():\n    return None\n"
         "if __name__ == '__main__':\n"
         "    with RankPool(1) as pool:\n        pool.run(work)\n"
-        "    print(os.environ.get('PYTHONSAFEPATH'))\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+    assert done.returncode == 0, done.stderr
     assert not planted.exists()

@@ -130,15 +130,19 @@ def wait_for(process: ForkedProgram, fault: Fault, run_folder: Path) -> int:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process, of the ranks that a launcher has started."""
+    """Rank -> process, of the ranks that a launcher has started through its fork server."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[1]) == launcher:
-                variables = (path.parent / "environ").read_bytes().split(b"\0")
-                ranks = [int(each[5:]) for each in variables if each.startswith(b"RANK=")]
-                found |= dict.fromkeys(ranks, int(path.parent.name))
+            name = path.read_text().strip()
+            if name.startswith("meshrec rank ") and parent(parent(path.parent.name)) == str(launcher):
+                found[int(name.split()[-1])] = int(path.parent.name)
     return found
+
+
+def parent(process: str) -> str:
+    """Its parent, from /proc."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
 
 
 def end(process: ForkedProgram) -> None:

@@ -36,17 +36,17 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
     assert first_error(folder, 2) == "no plan fits.\nThe largest tables: t0.\nTake more ranks."
 
 
-def test_ranks_that_started_after_a_failure_are_no_stragglers(tmp_path):
+def test_ranks_without_an_error_are_stragglers_after_a_while(tmp_path):
     folder, now = RunFolder(tmp_path), time.time()
 
-    def write(path, seconds_ago):
-        path.write_text("1")
-        os.utime(path, (now - seconds_ago, now - seconds_ago))
+    def fail(rank, seconds_ago):
+        folder.error(rank).write_text("1")
+        os.utime(folder.error(rank), (now - seconds_ago, now - seconds_ago))
 
-    write(folder.process(1), 100)
-    assert _stragglers(folder, 3) == []
-    write(folder.error(0), 5)
-    assert _stragglers(folder, 3) == []  # it may end by itself
-    write(folder.error(0), 50)
-    write(folder.process(2), 40)
-    assert _stragglers(folder, 3) == [1]
+    assert _stragglers(folder, 3, now - 100) == []
+    fail(0, 5)
+    assert _stragglers(folder, 3, now - 100) == []  # the others may end by themselves
+    fail(0, 50)
+    fail(2, 1)
+    assert _stragglers(folder, 3, now - 100) == [1]
+    assert _stragglers(folder, 3, now - 20) == []  # the error is of an earlier start

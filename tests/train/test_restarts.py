@@ -14,6 +14,7 @@ from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.cli.train import main
 from meshrec.runs.job import Job
 from meshrec.runs.worker import run_rank
+from meshrec.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,18 +43,9 @@ def undisturbed(folder, recipe):
     run_rank(Job(recipe=recipe, name="mine", runs=folder, device="cpu"), lambda _: lambda _: None)
 
 
-def ranks_of(launcher):
-    """The processes that it has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            command = (path.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == launcher and RECIPE.encode() in command:
-            found.append(int(path.parent.name))
-    return found
+def ranks_of(folder):
+    """The process IDs of its two ranks."""
+    return [int(RunFolder(folder / "mine").process(rank).read_text()) for rank in range(2)]
 
 
 def checksums(folder):
@@ -77,8 +69,8 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
     process = start(tmp_path, "--training.epochs", "100000")
     checkpoints = CheckpointManager(tmp_path / "mine" / "checkpoints")
     until(checkpoints.steps)
-    before, ranks = checkpoints.steps()[-1], ranks_of(process.pid)
-    assert len(ranks) == 2
+    before, ranks = checkpoints.steps()[-1], ranks_of(tmp_path)
+    assert all(Path(f"/proc/{pid}").exists() for pid in ranks)
     process.kill()
     process.communicate(timeout=240)  # until nobody holds its output: the ranks are gone
     assert checkpoints.steps()[-1] > before
@@ -95,8 +87,7 @@ def test_a_killed_rank_does_not_change_the_result(tmp_path, ranks, small, monkey
         run = thread.submit(main, arguments(tmp_path / "disturbed", *options))
         checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")
         until(lambda: checkpoints.steps() or run.done())
-        started = ranks_of(os.getpid())
-        assert len(started) == 2
+        started = ranks_of(tmp_path / "disturbed")
         os.kill(started[1], signal.SIGKILL)
         assert run.result(timeout=300) == 0
     assert checksums(tmp_path / "disturbed") == checksums(tmp_path / "undisturbed")

@@ -33,6 +33,8 @@ from meshrec.durable import join_scratch
 _logger = logging.getLogger("meshrec")
 STORE_VARIABLE = "MESHREC_STORE"
 """Environment variable with the store's private folder, set by our launcher."""
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable with the number of times that the launcher has started all ranks again."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -99,7 +101,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     if folder is not None:
         # A new file per start: restarted ranks must not find the addresses of dead ranks.
         join_scratch(Path(folder))  # the launcher may be killed before the ranks end
-        path = Path(folder) / f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        path = Path(folder) / f"start-{os.environ.get(RESTARTS_VARIABLE, '0')}"
         return FileStore(str(path), size)
     if os.environ.get(_AGENT_VARIABLE) == "True":
         return None

@@ -79,7 +79,7 @@ from meshrec.train.run_folder import (
     timestamp,
     to_json,
 )
-from meshrec.train.stopping import StopRequest, stop_with_parent
+from meshrec.train.stopping import StopRequest, stop_with_launcher
 from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
 
@@ -240,7 +240,7 @@ class _RankRun:
         with stop.listening():
             # Ranks started by MeshRec's launcher must not outlive it.
             if RUN_VARIABLE in os.environ:
-                stop_with_parent()
+                stop_with_launcher()
             # An error file from an earlier start would look like a failure of this start.
             self._folder.discard(self._folder.error(self._ranks.rank))
             self._compare_starts()

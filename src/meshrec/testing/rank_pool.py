@@ -8,7 +8,6 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from meshrec.durable import make_scratch, remove_scratch
-from meshrec.interpreter import SAFE_PATH_VARIABLE
+from meshrec.fork_server import start_fork_server
 
 
 class _Call(NamedTuple):
@@ -103,7 +102,7 @@ class RankPool:
         # The server process imports torch once, and ranks fork from it. It starts no threads, which would be
         # lost in a fork.
         context = get_context("forkserver")
-        context.set_forkserver_preload(self._preload)
+        start_fork_server(self._preload)
         pairs = [context.Pipe() for _ in range(self.world_size)]
         # One pipe and process per rank, from ``_start`` until ``_kill``, which empties the lists.
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
@@ -114,18 +113,8 @@ class RankPool:
             )
             for rank, (_, theirs) in enumerate(pairs)
         ]
-        # The server starts with `python -c`, which would import a stray torch.py in the current folder. This
-        # variable prevents it, and is restored because it would affect the caller's other child processes.
-        safe_path = os.environ.get(SAFE_PATH_VARIABLE)
-        os.environ[SAFE_PATH_VARIABLE] = "1"
-        try:
-            for process in self._processes:
-                process.start()
-        finally:
-            if safe_path is None:
-                del os.environ[SAFE_PATH_VARIABLE]
-            else:
-                os.environ[SAFE_PATH_VARIABLE] = safe_path
+        for process in self._processes:
+            process.start()
         # Close the ranks' ends here, so a rank's death closes its pipe.
         for _, theirs in pairs:
             theirs.close()

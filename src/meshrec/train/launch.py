@@ -1,38 +1,31 @@
-"""Start the ranks of a run on this machine, through PyTorch's elastic launcher."""
+"""Start the ranks of a run on this machine, watch them, and start them again after a failure."""
 
-import contextlib
-import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshrec.comms.joining import STORE_VARIABLE
+from meshrec.comms.joining import RESTARTS_VARIABLE, STORE_VARIABLE
 from meshrec.durable import scratch_folder
-from meshrec.interpreter import interpreter_arguments
+from meshrec.train.rank_processes import RankProcesses
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.stopped_ranks import StoppedRanks
 
 RANK_TIMEOUT = 120.0
 """Seconds to wait for a rank without an answer."""
 # Seconds that ranks have to end after a signal, for example to write a last checkpoint.
-_SHUTDOWN_SECONDS = 120
+_SHUTDOWN_SECONDS = 120.0
 # Seconds that the other ranks have to end by themselves once a rank has failed.
 _GRACE_SECONDS = 10.0
-# Interval at which a thread looks for failed and stopped ranks.
-_POLL_SECONDS = 0.2
-# Program of a rank. Until a rank handles signals itself, Ctrl-C ends it without a traceback.
-_RANK_PROGRAM = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "from meshrec.__main__ import command; command()"
-)
+# Interval at which the launcher looks for failed and stopped ranks.
+_POLL_SECONDS = 0.1
+# Signals that the launcher passes on to the ranks.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LaunchResult(NamedTuple):
@@ -71,140 +64,104 @@ def launch(
         environment: additional environment variables for the ranks.
         rank_timeout: seconds after which a rank stopped by SIGSTOP is killed.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    # The launcher reports the first error itself; torch's own messages would repeat it with tracebacks.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Without this limit, every rank would start as many threads as there are cores.
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    # The launcher's children inherit os.environ, so it is changed here and restored below.
-    before = dict(os.environ)
-    # Ranks killed by the watch thread. Read only after that thread has ended.
-    unresponsive_ranks: set[int] = set()
     # Only this user may enter the folder. See [Note: who can reach the ranks of a run] in comms/joining.py.
-    with scratch_folder("meshrec-ranks") as store:
-        config = _config(num_ranks, max_restarts, store)
-        os.environ.update(
-            {
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-                STORE_VARIABLE: str(store),
-                **environment,
-            }
-        )
-        try:
-            with _killing_stragglers(folder, num_ranks, rank_timeout, unresponsive_ranks):
-                elastic_launch(config, sys.executable)(*interpreter_arguments(_RANK_PROGRAM), *arguments)
-        except ChildFailedError as failed:
-            return LaunchResult(1, first_error(folder, num_ranks, signals_of(failed), unresponsive_ranks))
-        except SignalException as stopped:
-            return LaunchResult(128 + int(stopped.sigval), None)
-        finally:
-            # Also removes variables that the launcher or torch has added.
-            os.environ.clear()
-            os.environ.update(before)
-    return LaunchResult(0, None)
-
-
-def _config(num_ranks: int, max_restarts: int, scratch: Path) -> Any:
-    """Return torch's ``LaunchConfig`` for ranks on this machine.
-
-    Args:
-        num_ranks: number of ranks.
-        max_restarts: number of restarts after a failure.
-        scratch: folder for torch's logs.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    from meshrec.train.rendezvous import BACKEND
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend=BACKEND,
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        # Without a folder, torch makes one among the temporary files, and leaves it there.
-        logs_specs=DefaultLogsSpecs(log_dir=str(scratch / "logs")),
-    )
-    if hasattr(config, "shutdown_timeout"):  # from torch 2.12 on; before, ranks get 30 seconds
-        config.shutdown_timeout = _SHUTDOWN_SECONDS
-    return config
-
-
-def signals_of(failed: Any) -> dict[int, int]:
-    """Return the number of the signal that killed a rank, by rank.
-
-    Ranks which failed without a signal are not included.
-
-    Args:
-        failed: torch's ``ChildFailedError``.
-    """
-    return {rank: -failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
+    with scratch_folder("meshrec-ranks") as store, _received_signals() as signals:
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+            STORE_VARIABLE: str(store),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            # Expected of every launcher, and not used: the ranks meet in the folder.
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+            **environment,
+        }
+        for restart in range(max_restarts + 1):
+            ranks = RankProcesses(arguments, {**variables, RESTARTS_VARIABLE: str(restart)}, num_ranks)
+            unresponsive_ranks = _wait(ranks, num_ranks, folder, rank_timeout, signals)
+            if signals:
+                return LaunchResult(128 + signals[0], None)
+            if not ranks.failures():
+                return LaunchResult(0, None)
+        killed = {rank: -code for rank, code in ranks.failures().items() if code < 0}
+        return LaunchResult(1, first_error(folder, num_ranks, killed, unresponsive_ranks))
 
 
 @contextmanager
-def _killing_stragglers(
-    folder: RunFolder, num_ranks: int, rank_timeout: float, unresponsive_ranks: set[int]
-) -> Iterator[None]:
-    """Context manager with a thread that watches the ranks, and kills unresponsive ranks.
+def _received_signals() -> Iterator[list[int]]:
+    """Context manager that catches signals to this process, and gives the list of their numbers.
 
-    A rank is killed if it still runs `_GRACE_SECONDS` after another rank has failed, or if it is stopped
-    (SIGSTOP) for longer than ``rank_timeout``.
+    Signals that this process ignores stay ignored, for example SIGHUP under ``nohup``. Outside the main
+    thread, in which alone Python handles signals, no signal is caught.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: received.append(number))
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(
+    ranks: RankProcesses, num_ranks: int, folder: RunFolder, rank_timeout: float, signals: Sequence[int]
+) -> set[int]:
+    """Pass on signals until all ranks have ended, and return the ranks that were killed for not answering.
+
+    After a failure, the other ranks receive SIGTERM. Ranks are killed `_SHUTDOWN_SECONDS` after a signal;
+    `_GRACE_SECONDS` after another rank has written an error, unless they have written one, too; and if they
+    are stopped (SIGSTOP) for longer than ``rank_timeout``.
 
     Args:
-        folder: run folder with error files and process IDs.
+        ranks: processes of the ranks, which have just been started.
         num_ranks: number of ranks.
-        rank_timeout: seconds after which a stopped rank is killed.
-        unresponsive_ranks: set to which the thread adds the killed ranks.
+        folder: run folder, in which ranks that fail write errors.
+        rank_timeout: seconds.
+        signals: list to which a signal handler appends the numbers of signals to this process.
     """
-    stop_event, stopped = threading.Event(), StoppedRanks(rank_timeout)
-
-    def watch() -> None:
-        """Kill unresponsive ranks, until ``stop_event`` is set."""
-        while not stop_event.wait(_POLL_SECONDS):
-            for rank in _stragglers(folder, num_ranks):
-                # The file with the process ID may be missing or incomplete while a rank starts or ends.
-                with contextlib.suppress(OSError, ValueError):
-                    _kill(int(folder.process(rank).read_text()), rank)
-                    folder.discard(folder.process(rank))
-            # Ranks stopped by SIGSTOP never fail by themselves.
-            for pid, rank in stopped.poll():
-                with contextlib.suppress(OSError):
-                    _kill(pid, rank)
-
-    def _kill(pid: int, rank: int) -> None:
-        """Kill a rank's process, and record the rank in ``unresponsive_ranks``."""
-        os.kill(pid, signal.SIGKILL)
-        unresponsive_ranks.add(rank)
-
-    thread = threading.Thread(target=watch, name="stragglers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop_event.set()
-        thread.join()
+    started = time.time()
+    unresponsive_ranks: set[int] = set()
+    stopped = StoppedRanks(rank_timeout)
+    num_sent, end = 0, math.inf
+    while running := ranks.running():
+        ranks.wait(_POLL_SECONDS)
+        numbers = signals[num_sent:]
+        num_sent += len(numbers)
+        if ranks.failures() and end == math.inf:
+            numbers = [*numbers, signal.SIGTERM]
+        for number in numbers:
+            ranks.send(number)
+            end = min(end, time.monotonic() + _SHUTDOWN_SECONDS)
+        if time.monotonic() > end:
+            ranks.send(signal.SIGKILL)
+        late = {*stopped.poll(running), *_stragglers(folder, num_ranks, started)} & set(running)
+        ranks.send(signal.SIGKILL, late)
+        unresponsive_ranks |= late
+    return unresponsive_ranks
 
 
-def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
-    """Return the ranks that still run although another rank failed `_GRACE_SECONDS` ago or earlier.
+def _stragglers(folder: RunFolder, num_ranks: int, started: float) -> list[int]:
+    """Return the ranks without an error, if another rank has failed `_GRACE_SECONDS` ago or earlier.
 
-    Ranks started after the failure, by a restart, are not returned.
+    Args:
+        folder: run folder with error files.
+        num_ranks: number of ranks.
+        started: time at which the ranks started, in seconds since 1970. Older errors are of an earlier start.
     """
-    # Infinity for a rank without an error file.
     failed_at = {rank: _modified_time(folder.error(rank)) for rank in range(num_ranks)}
-    # If no rank has failed, this is infinity, and the difference below is negative.
-    first = min(failed_at.values())
-    if time.time() - first < _GRACE_SECONDS:
+    failed_at = {rank: at for rank, at in failed_at.items() if started <= at < math.inf}
+    if not failed_at or time.time() - min(failed_at.values()) < _GRACE_SECONDS:
         return []
-    # Ranks without an error file are still running, or have ended without an error.
-    waiting = [rank for rank, at in failed_at.items() if at == math.inf]
-    return [rank for rank in waiting if _modified_time(folder.process(rank)) < first]
+    return [rank for rank in range(num_ranks) if rank not in failed_at]
 
 
 def _modified_time(path: Path) -> float:

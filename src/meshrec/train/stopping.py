@@ -1,12 +1,12 @@
 """Decide when a run ends early: after a signal, or if evaluations do not improve any more."""
 
-import ctypes
+import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,20 +17,23 @@ from meshrec.comms.collectives import blocked
 from meshrec.train.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def stop_with_parent() -> None:
-    """Make the system send SIGTERM to this process when the parent process ends, for any reason.
+def stop_with_launcher() -> None:
+    """Send SIGTERM to this rank when MeshRec's launcher ends, for any reason.
 
-    Ranks must not continue without their launcher. On systems other than Linux, this does nothing.
+    Ranks must not continue without their launcher. Does nothing under another launcher.
     """
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # The parent may have ended before the call to prctl.
-        if os.getppid() != parent:
+    launcher = multiprocessing.parent_process()  # not the process that has forked this one
+    if launcher is not None:
+        ended = launcher.sentinel
+
+        def wait() -> None:
+            """Wait for the end of the launcher."""
+            connection.wait([ended])
             os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 class Agreement(NamedTuple):

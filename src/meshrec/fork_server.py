@@ -1,0 +1,40 @@
+"""Python's fork server, which imports torch once for all processes that a program starts."""
+
+import atexit
+import os
+from collections.abc import Sequence
+from functools import cache
+from multiprocessing import forkserver
+from pathlib import Path
+
+from meshrec.durable import make_scratch, remove_scratch
+
+
+def start_fork_server(preload: Sequence[str]) -> None:
+    """Start the fork server of :mod:`multiprocessing`, unless it is running.
+
+    Args:
+        preload: modules which the server imports before it forks; those that fail to import are ignored. They
+            must not start threads, whose locks could be held in a fork.
+    """
+    forkserver.set_forkserver_preload(list(preload))
+    # The server starts with `python -c`, which imports from its current folder: here, one that stays empty.
+    before = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.chdir(_empty_folder(os.getpid()))
+        forkserver.ensure_running()
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+@cache
+def _empty_folder(process: int) -> Path:
+    """Return a folder that exists until this process ends.
+
+    Args:
+        process: this process's ID, because a fork needs a folder of its own.
+    """
+    folder = make_scratch("meshrec-empty")
+    atexit.register(remove_scratch, folder)
+    return folder
