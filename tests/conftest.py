@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from meshrec.fork_server import start_fork_server
+from meshrec.comms.fork_server import start_fork_server
 from meshrec.testing.rank_pool import PRELOADED, RankPool
 from meshrec.train import Recipe
 from tests.interpreters import Interpreters

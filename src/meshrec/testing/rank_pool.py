@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from meshrec.comms.fork_server import start_fork_server
 from meshrec.durable import make_scratch, remove_scratch
-from meshrec.fork_server import start_fork_server
 
 
 class _Call(NamedTuple):

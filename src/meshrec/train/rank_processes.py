@@ -5,6 +5,7 @@ ranks start, and when they restart. The server has a single thread, so that no l
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -18,8 +19,7 @@ from typing import Any
 
 import torch
 
-from meshrec.__main__ import command
-from meshrec.fork_server import start_fork_server
+from meshrec.comms.fork_server import start_fork_server
 from meshrec.interpreter import START_PATH
 
 # Only on Linux are processes safe to fork after they have loaded a system library for linear algebra.
@@ -141,4 +141,4 @@ def _run_rank(
     sys.argv = ["meshrec", *arguments]
     # Until a rank handles signals itself, Ctrl-C ends it without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    command()
+    importlib.import_module("meshrec.__main__").command()
