@@ -83,6 +83,9 @@ def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
     if array.null_count:
         lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
+    if len(array):
+        # A slice shares the buffer of the whole array, which would be copied below.
+        data, starts = data[offsets[0] : offsets[-1]], starts - offsets[0]
     # Eight zero bytes at the end, so the last window of a string stays inside the buffer.
     words = np.lib.stride_tricks.sliding_window_view(np.concatenate([data, np.zeros(8, np.uint8)]), 8)
     hashes = mix(lengths.astype(np.uint64))

@@ -17,10 +17,10 @@ from meshrec.data.features.values import (
     Values,
     array_of,
     hashes_and_missing,
-    hashes_of,
     kind_of,
     values_of,
 )
+from meshrec.data.features.vocabulary_index import VocabularyIndex
 from meshrec.data.hashing import UInt64s, mix, to_range
 from meshrec.data.samples import Bools, Ints
 
@@ -163,13 +163,9 @@ class Vocabulary(IdFeature):
 
     def lookup(self, hashes: UInt64s) -> Ints:
         """Return the table row per hashed value, int64 [n]; -1 for a value outside the vocabulary."""
-        sorted_hashes, order = self._index()
-        if not len(sorted_hashes):
-            return np.full(len(hashes), -1, np.int64)
-        positions = np.searchsorted(sorted_hashes, hashes)
-        # Hashes above all others: any valid position fails the comparison below.
-        positions[positions == len(sorted_hashes)] = 0
-        return np.where(sorted_hashes[positions] == hashes, order[positions] + self._first, -1)
+        rows = self._index().find(hashes)
+        rows[rows >= 0] += self._first
+        return rows
 
     def lookup_values(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]; -1 if it is missing or outside the vocabulary."""
@@ -179,21 +175,18 @@ class Vocabulary(IdFeature):
             rows[missing] = -1
         return rows
 
-    def _index(self) -> tuple[UInt64s, Ints]:
-        """Return the vocabulary's hashes, ascending, and the position in the vocabulary per hash."""
-        index: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
+    def _index(self) -> VocabularyIndex:
+        """Return the index of the vocabulary, which is built at the first lookup."""
+        index: VocabularyIndex | None = self.__dict__.get("_lookup")
         if index is None:
-            hashes = hashes_of(self.vocabulary)
-            # Sorted by hash, so `lookup` can search by bisection.
-            order = np.argsort(hashes)
-            index = hashes[order], order
-            if (index[0][1:] == index[0][:-1]).any():
-                raise DataError(
-                    f"feature {self.name!r}: two values of the vocabulary have one 64-bit hash. Hash it."
-                )
-            # Cached on a frozen dataclass: a lookup must not sort again.
-            object.__setattr__(self, "_sorted", index)
+            index = VocabularyIndex(self.name, self.vocabulary)
+            # Cached on a frozen dataclass: a lookup must not build it again.
+            object.__setattr__(self, "_lookup", index)
         return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The index has no pickle, and is built again.
+        return {name: value for name, value in self.__dict__.items() if name != "_lookup"}
 
 
 def _concatenated_lists(first: Values, second: Values) -> Values:

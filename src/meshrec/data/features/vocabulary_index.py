@@ -1,0 +1,57 @@
+"""Hash index from the values of a vocabulary to their positions."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrec.data.faults import DataError
+from meshrec.data.features.values import hashes_of
+from meshrec.data.hashing import UInt64s
+from meshrec.data.samples import Ints
+from meshrec.ops.index.hash_index import HashIndex
+
+_BLOCK_BITS = 16
+"""A block has 2**16 values, so that a position in it fits 2 bytes."""
+
+
+class VocabularyIndex:
+    """Map from 64-bit hashes of values to positions in the vocabulary, with 18 bytes per value or less.
+
+    The values are read once, block by block, and are not copied.
+
+    Args:
+        name: feature name, for messages.
+        vocabulary: distinct values, an Arrow array.
+
+    Raises:
+        DataError: two values have the same hash.
+    """
+
+    def __init__(self, name: str, vocabulary: Any) -> None:
+        self._index = HashIndex(max(len(vocabulary), 1), name=f"the vocabulary of feature {name!r}")
+        # Slots of a block are in the order of the hashes: the position in the block, by slot.
+        self._positions = np.empty(len(vocabulary), np.uint16)
+        size = 1 << _BLOCK_BITS
+        for start in range(0, len(vocabulary), size):
+            hashes = hashes_of(vocabulary.slice(start, size)).view(np.int64)
+            order = np.argsort(hashes)
+            try:
+                self._index.insert(torch.from_numpy(hashes[order]))
+            except ValueError as error:
+                raise DataError(
+                    f"feature {name!r}: two values of the vocabulary have one 64-bit hash. Hash it."
+                ) from error
+            self._positions[start : start + size] = order
+
+    def find(self, hashes: UInt64s) -> Ints:
+        """Return the position in the vocabulary per hash, int64 [n]; -1 for a hash of no value."""
+        if not len(self._positions):
+            return np.full(len(hashes), -1, np.int64)
+        # A copy, because torch takes only arrays that may be written.
+        hashes = hashes if hashes.flags.writeable else hashes.copy()
+        slots = self._index.find(torch.from_numpy(hashes.view(np.int64))).numpy()
+        # Slots of a block are consecutive. For -1, any position will do.
+        positions: Ints = self._positions[slots] + ((slots >> _BLOCK_BITS) << _BLOCK_BITS)
+        positions[slots < 0] = -1
+        return positions
