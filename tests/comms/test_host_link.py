@@ -16,7 +16,7 @@ from meshrec.ops.library import has_kernels
 from meshrec.testing import RankError, RankPool
 
 pytestmark = pytest.mark.skipif(
-    host_link._host() == "" or not has_kernels, reason="links need Linux and compiled kernels"
+    host_link._host_id() == "" or not has_kernels, reason="links need Linux and compiled kernels"
 )
 DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.uint8]
 
@@ -184,7 +184,7 @@ def refuse(how):
 
         host_link.HostLink.join = not_permitted
     if axis.rank == 1 and how == "host":
-        host_link._host = lambda: "another"
+        host_link._host_id = lambda: "another"
     try:
         gathered = all_gather(torch.tensor([axis.rank]), axis, "test").wait()
     finally:

@@ -49,8 +49,8 @@ def score(service, wanted=WANTED, deadline=math.inf):
     async def read(signature):
         return REQUEST
 
-    with service.count_outcome(wanted) as began:
-        return asyncio.run(service.score(wanted, read, 0, began=began, deadline=deadline))
+    with service.count_outcome(wanted) as start_time:
+        return asyncio.run(service.score(wanted, read, 0, start_time=start_time, deadline=deadline))
 
 
 def test_a_transport_gets_scores_and_their_version():

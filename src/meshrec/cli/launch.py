@@ -152,16 +152,16 @@ def main(arguments: Sequence[str]) -> int:
     return action.run(options, more) if action.trains else action.run(options)
 
 
-def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
+def _slurm(options: SlurmOptions, train_arguments: Sequence[str]) -> int:
     """Write a Slurm script, submit it, and return the exit code.
 
     Args:
         options: options of the subcommand.
-        more: options for `meshrec train`.
+        train_arguments: options for `meshrec train`.
     """
     job = SlurmJob(
         recipe=options.recipe,
-        arguments=more,
+        arguments=train_arguments,
         nodes=options.nodes,
         ranks_per_node=options.ranks_per_node,
         name=options.name,
@@ -188,16 +188,16 @@ def _slurm(options: SlurmOptions, more: Sequence[str]) -> int:
     return 0
 
 
-def _kubernetes(options: KubernetesOptions, more: Sequence[str]) -> int:
+def _kubernetes(options: KubernetesOptions, train_arguments: Sequence[str]) -> int:
     """Print the manifest for a training job, and return the exit code.
 
     Args:
         options: options of the subcommand.
-        more: options for `meshrec train`.
+        train_arguments: options for `meshrec train`.
     """
     names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
     values = {name: getattr(options, name) for name in (*names, "restarts")}
-    job = JobOptions(**values, arguments=more, environment=_variables(options.env))
+    job = JobOptions(**values, arguments=train_arguments, environment=_variables(options.env))
     _print_yaml((job_set if options.kind == "jobset" else pytorch_job)(job))
     return 0
 

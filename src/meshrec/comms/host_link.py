@@ -357,7 +357,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def hosts_of_ranks(group: dist.ProcessGroup) -> list[str]:
     """Return a host identifier for every rank in a group, equal for ranks on the same host. Collective."""
-    (hosts,) = _gather_items(group, (_host(),))
+    (hosts,) = _gather_items(group, (_host_id(),))
     return list(hosts)
 
 
@@ -378,7 +378,7 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
     except OSError as error:
         refusal = str(error)
     # All ranks must decide alike, so exchange the reasons before anybody joins.
-    hosts, addresses, refusals = _gather_items(group, (_host(), link and link.address, refusal))
+    hosts, addresses, refusals = _gather_items(group, (_host_id(), link and link.address, refusal))
     # Equal on all ranks, because it is computed from gathered values: all enter the second exchange, or none.
     is_one_host = len(set(hosts)) == 1
     if link is not None and is_one_host and not any(refusals):
@@ -419,7 +419,7 @@ def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple
     return list(zip(*items, strict=True))
 
 
-def _host() -> str:
+def _host_id() -> str:
     """Return an identifier of this host: ``MESHREC_HOST`` if it is set, else the kernel's boot ID.
 
     Without ``MESHREC_HOST``, the result is empty outside Linux.

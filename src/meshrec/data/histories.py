@@ -660,14 +660,14 @@ class _Sorter:
                 first += len(records)
                 yield records
 
-        def divided(records: Any) -> tuple[Any, Ints]:
+        def sort_by_bucket(records: Any) -> tuple[Any, Ints]:
             """Return the records sorted by bucket, and the index after the last record of every bucket."""
             of_record = bucket_of_user[records["user"]]
             # A stable sort: rows of a bucket stay in log order, which decides between equal times.
             records = _take_records(records, np.argsort(of_record, kind="stable"))
             return records, np.cumsum(np.bincount(of_record, minlength=len(buckets)))
 
-        for records, stops in bounded_map(divided, with_ties(), num_threads()):
+        for records, stops in bounded_map(sort_by_bucket, with_ties(), num_threads()):
             for bucket, start, stop in zip(buckets, [0, *stops[:-1]], stops, strict=True):
                 # Opened even without rows, so every bucket has a file to sort.
                 with bucket.path.open("ab") as file:

@@ -147,9 +147,12 @@ class GrowableSplit:
         Args:
             module: module with this rank's table shards.
         """
-        joined = self._key_ordered(module)
-        parts = {part.name: joined(part.name, part.dtype, part.per_row) for part in module.storage.row_parts}
-        parts[IDS] = joined(IDS, torch.int64, True)
+        make_split_tensor = self._key_ordered(module)
+        parts = {
+            part.name: make_split_tensor(part.name, part.dtype, part.per_row)
+            for part in module.storage.row_parts
+        }
+        parts[IDS] = make_split_tensor(IDS, torch.int64, True)
         # IDs waiting for admission have counts but no rows; a checkpoint must contain them, too.
         if self._admission_eviction.storages[self._table].counts_waiting_ids:
             parts |= self._admission_counts(module)
@@ -188,7 +191,7 @@ class GrowableSplit:
         for table, r in zip(tables, module.rectangles, strict=True):
             assert (table.rectangle.r0, table.rectangle.r1) == row_span(r), "ranks have lost count"
 
-        def joined(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
+        def make_split_tensor(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
             """Create the split tensor for a row part.
 
             Args:
@@ -199,7 +202,7 @@ class GrowableSplit:
             parts = [tensor[name] for tensor in tensors]
             return self._split_tensor(module, parts, row_span, dtype, per_row=per_row)
 
-        return joined
+        return make_split_tensor
 
     def _admission_counts(self, module: TableModule) -> dict[str, Tensor]:
         """Return the IDs waiting for admission and their counts, as split tensors by name.

@@ -214,7 +214,7 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         ValueError: a table's constraints leave no candidate.
     """
     # Identical tables share their candidates, so thousands of tables may have few types.
-    type_T, examples = _group(model.tables, constraints)
+    type_T, examples = _group_identical_tables(model.tables, constraints)
     layouts_C, type_C = _candidates(model, constraints, examples)
     table_C = np.array(examples, np.int64)[type_C]
     pieces = _pieces(model, layouts_C, table_C)
@@ -302,7 +302,7 @@ def _candidates(
     return layouts_C, type_C
 
 
-def _group(
+def _group_identical_tables(
     tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]
 ) -> tuple[Ints, list[int]]:
     """Group identical tables with identical constraints into types.

@@ -33,19 +33,19 @@ def search_params(original: Tensor, rows: Tensor, bits: int) -> Tensor:
     values32, top = original.float(), (1 << bits) - 1
     # The best parameters so far are at first those in ``rows``, so the result is never worse.
     best = split_rows(rows, bits, original.shape[1])[1].clone()
-    least_error = _error(values32, best, top)
+    least_error = _squared_errors(values32, best, top)
     scale, bias = best.float().unbind(1)
     # Ranges shrink around their middle, which cuts outliers at both ends.
     middle = bias + scale * top / 2
     for shrink in _SHRINKS:
         params = _to_half(scale * shrink, middle - scale * shrink * top / 2)
         for _ in range(_ITERATIONS):
-            error = _error(values32, params, top)
+            error = _squared_errors(values32, params, top)
             better = error < least_error
             best[better], least_error = params[better], torch.minimum(error, least_error)
             params = _fit_params(values32, params, top)
         # The loop has not checked the error of the last fit.
-        error = _error(values32, params, top)
+        error = _squared_errors(values32, params, top)
         better = error < least_error
         best[better], least_error = params[better], torch.minimum(error, least_error)
     return best
@@ -66,7 +66,7 @@ def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
     return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
 
 
-def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
+def _squared_errors(values: Tensor, params: Tensor, top: int) -> Tensor:
     """Return the squared quantization error per row, fp32 [n]; infinite if scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)

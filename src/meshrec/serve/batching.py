@@ -304,14 +304,14 @@ class Batcher:
     def _finish(
         self,
         batch: Sequence[_QueuedRequest],
-        began: float,
+        start_time: float,
         future: "asyncio.Future[list[VersionedScores | Exception]]",
     ) -> None:
         """Update the averages, start the next batch, and answer the requests. Runs in the event loop.
 
         Args:
             batch: requests which were scored.
-            began: ``time.monotonic`` time when scoring started.
+            start_time: ``time.monotonic`` time when scoring started.
             future: finished future with the result of `_scores`.
         """
         now = time.monotonic()
@@ -322,7 +322,7 @@ class Batcher:
         pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
         # Scoring alone, without queueing: sizes batches and pieces.
-        computing = (now - began) / self._num_running
+        computing = (now - start_time) / self._num_running
         if self._computing_per_sample:
             computing = min(computing, 2 * self._computing_per_sample)  # damp outliers
         self._computing_per_sample += 0.2 * (computing - self._computing_per_sample)
@@ -335,7 +335,7 @@ class Batcher:
                 work.answer.set_exception(result)
             else:
                 work.answer.set_result(result)
-        self._observe(BatchMetrics(num_samples, [began - work.since for work in batch]))
+        self._observe(BatchMetrics(num_samples, [start_time - work.since for work in batch]))
 
 
 def deadline_error() -> RequestError:

@@ -75,13 +75,13 @@ class ScoringEndpoint:
             await send_answer(error_answer(error), send)
             return
         try:
-            with self._service.count_outcome(requested) as began:
+            with self._service.count_outcome(requested) as start_time:
                 query = scope.get("query_string", b"")
                 if requested.recommends:
                     requested = requested._replace(items=parse_item_options(query))
                 else:
                     parse_query(query, ())
-                answer = await self._answer(requested, began, dict(scope["headers"]), receive)
+                answer = await self._answer(requested, start_time, dict(scope["headers"]), receive)
         except RequestError as error:
             answer = error_answer(error)
         except Exception:
@@ -90,18 +90,18 @@ class ScoringEndpoint:
         await send_answer(answer, send)
 
     async def _answer(
-        self, requested: ScoreRequest, began: float, headers: Headers, receive: Receive
+        self, requested: ScoreRequest, start_time: float, headers: Headers, receive: Receive
     ) -> Answer:
         """Receive the body, score it, and return the answer.
 
         Args:
             requested: model, outputs and options that the URL names.
-            began: ``time.monotonic`` time when the request arrived.
+            start_time: ``time.monotonic`` time when the request arrived.
             headers: request headers with lower-case names.
             receive: ASGI receive function.
         """
         # Before the body is read: a request that cannot be answered in time is refused at once.
-        deadline = _parse_deadline(headers, began)
+        deadline = _parse_deadline(headers, start_time)
         self._service.check(requested, deadline)
         bodies = [await receive_body(headers, receive, self._max_body)]
         header_length, num_bytes = _header_text(headers, HEADER_LENGTH), len(bodies[0])
@@ -111,7 +111,9 @@ class ScoringEndpoint:
             body = Body(requested.outputs is None, header_length, bodies.pop())
             return await self._reader(body, signature)
 
-        scored = await self._service.score(requested, read, num_bytes, began=began, deadline=deadline)
+        scored = await self._service.score(
+            requested, read, num_bytes, start_time=start_time, deadline=deadline
+        )
         if requested.outputs is None:
             return await _infer_answer(scored)
         fields = {"model": scored.model, "version": scored.version}
@@ -222,12 +224,12 @@ def _header_text(headers: Headers, name: str) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def _parse_deadline(headers: Headers, began: float) -> float:
+def _parse_deadline(headers: Headers, start_time: float) -> float:
     """Return the client's deadline from the header `TIMEOUT`, as a ``time.monotonic`` time.
 
     Args:
         headers: request headers with lower-case names.
-        began: ``time.monotonic`` time when the request arrived.
+        start_time: ``time.monotonic`` time when the request arrived.
 
     Returns:
         The deadline; infinite without the header.
@@ -241,4 +243,4 @@ def _parse_deadline(headers: Headers, began: float) -> float:
         milliseconds = math.nan
     if not milliseconds > 0:  # also true for NaN
         raise RequestError(f"the header {TIMEOUT} must be milliseconds above 0, got {text[:40]!r}.")
-    return began + milliseconds / 1e3
+    return start_time + milliseconds / 1e3

@@ -33,7 +33,7 @@ class Server:
     Args:
         models: package folders by model name.
         options: server options.
-        bound: result of `listen`; closed at the end.
+        listener: result of `listen`; closed at the end.
         parent_link: connection to the other workers; None if this is the only process.
         changes: by model name, the last change which clients made before this worker started. The worker
             repeats it.
@@ -46,11 +46,11 @@ class Server:
         self,
         models: Mapping[str, Path],
         options: ServerOptions,
-        bound: socket.socket,
+        listener: socket.socket,
         parent_link: ParentLink | None = None,
         changes: Mapping[str, ModelChange] | None = None,
     ) -> None:
-        self._options, self._bound, self._parent_link = options, bound, parent_link
+        self._options, self._listener, self._parent_link = options, listener, parent_link
         # Before anything else, while this process has a single thread: both fork a child.
         self._reader, self._trial = BodyReader(), PackageTrial(Predictor)
         metrics = Metrics(len(models))
@@ -112,7 +112,7 @@ class Server:
     def url(self) -> str:
         """URL of the server, with the actual port."""
         scheme = "http" if self._options.tls_cert is None else "https"
-        host, port = self._bound.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
@@ -193,7 +193,7 @@ class Server:
             else:
                 # In the background: the server answers health checks while models load.
                 self.reload()
-            await self._uvicorn.serve([self._bound])
+            await self._uvicorn.serve([self._listener])
             # Reloads in progress end with the server.
             for task in self._tasks:
                 task.cancel()

@@ -105,16 +105,16 @@ class ScoringService:
         Raises:
             RequestError: the model is unknown or not ready.
         """
-        began, name, outcome = time.monotonic(), "", "error"
+        start_time, name, outcome = time.monotonic(), "", "error"
         try:
             name = self._served(requested).name
-            yield began
+            yield start_time
             outcome = "ok"
         except RequestError as error:
             outcome = _OUTCOMES.get(error.status, "bad_request")
             raise
         finally:
-            self._metrics.record_request(name, outcome, time.monotonic() - began)
+            self._metrics.record_request(name, outcome, time.monotonic() - start_time)
 
     def check(self, requested: ScoreRequest, deadline: float) -> ServedModel:
         """Check, before the body is read, that a request can be answered, and return the model.
@@ -145,7 +145,7 @@ class ScoringService:
         read: Callable[[Signature], Awaitable[InferRequest]],
         num_bytes: int,
         *,
-        began: float,
+        start_time: float,
         deadline: float,
     ) -> ScoreResult:
         """Score a request whose body has arrived.
@@ -154,7 +154,7 @@ class ScoringService:
             requested: model and outputs that the client asks for.
             read: function which parses the body, given the model's inputs and outputs.
             num_bytes: bytes of the body, for which the transport has already reserved memory.
-            began: ``time.monotonic`` time when the request arrived.
+            start_time: ``time.monotonic`` time when the request arrived.
             deadline: ``time.monotonic`` time after which the answer is useless.
 
         Raises:
@@ -171,7 +171,7 @@ class ScoringService:
             if (refused := self._waiting.reserve(repeated)) is not None:
                 raise RequestError(refused, 503, {"Retry-After": "1"})
             try:
-                scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
+                scored = await served.batcher(infer.request, min(deadline, start_time + infer.timeout))
             finally:
                 self._waiting.release(repeated)
         scores = _check_finite(scored.scores)

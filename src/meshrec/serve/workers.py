@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 # A worker which ends sooner is restarted after a pause, so that a failing start does not spin.
 _SECONDS_OF_A_BAD_START = 5.0
-# `_Task.asker` once the worker which requested the change has ended.
+# `_Task.requester` once the worker which requested the change has ended.
 _NO_WORKER = -1
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -99,7 +99,7 @@ class _Worker(NamedTuple):
 
     process: BaseProcess
     pipe: Connection
-    began: float
+    start_time: float
 
 
 ErrorArguments = list[Any]
@@ -113,14 +113,14 @@ class _Task(NamedTuple):
         change: message with action, model and delta.
         pending: indices of the workers which have not reported an outcome.
         errors: errors that workers have reported.
-        asker: index of the worker which requested the change, and gets the outcome.
+        requester: index of the worker which requested the change, and gets the outcome.
         ticket: number with which that worker identifies its request; see `ParentLink`.
     """
 
     change: dict[str, Any]
     pending: set[int]
     errors: list[ErrorArguments]
-    asker: int
+    requester: int
     ticket: int
 
 
@@ -261,7 +261,7 @@ class _Supervisor:
             if not task.errors:
                 self._changes[task.change["model"]] = task.change["action"], task.change["delta"]
             self._send_to(
-                task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None}
+                task.requester, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None}
             )
 
     def _send_to(self, index: int, message: dict[str, Any]) -> None:
@@ -283,8 +283,8 @@ class _Supervisor:
         shared = Path(os.environ[_SHARED_METRICS])  # in our scratch folder
         remove_named(shared, [path.name for path in shared.glob(f"gauge_live*_{worker.process.pid}.db")])
         for number, task in list(self._tasks.items()):
-            if task.asker == index:  # the replacement worker has separate tickets
-                self._tasks[number] = task._replace(asker=_NO_WORKER)
+            if task.requester == index:  # the replacement worker has separate tickets
+                self._tasks[number] = task._replace(requester=_NO_WORKER)
             if index in task.pending:
                 self._finish_change(
                     number, index, ["a worker ended meanwhile. Try again.", 503, {"Retry-After": "1"}]
@@ -294,7 +294,7 @@ class _Supervisor:
         _log.error(
             "worker %d ended with exit code %s; starting a replacement", index, worker.process.exitcode
         )
-        if time.monotonic() - worker.began < _SECONDS_OF_A_BAD_START:
+        if time.monotonic() - worker.start_time < _SECONDS_OF_A_BAD_START:
             time.sleep(1.0)
         self._start_worker(index)
 

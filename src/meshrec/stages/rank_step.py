@@ -215,8 +215,8 @@ class RankStep:
         run: executes the forward and backward passes of this stage.
         losses: collects outputs and losses on the last stage.
         train: whether there is a backward pass.
-        draws: whether the model draws random values. The state of a random generator then travels from stage
-            to stage with every split (microbatch).
+        draws_random: whether the model draws random values. The state of a random generator then travels
+            from stage to stage with every split (microbatch).
     """
 
     def __init__(
@@ -228,12 +228,12 @@ class RankStep:
         run: StageRun,
         losses: SplitLosses,
         train: bool,
-        draws: bool,
+        draws_random: bool,
     ) -> None:
         # All belong to a single batch, as this object does.
         self._flow, self._exchange, self._lane, self._run, self._losses = flow, exchange, lane, run, losses
         # Without random values, no generator state is sent.
-        self._train, self._generator = train, GENERATOR if draws else None
+        self._train, self._generator = train, GENERATOR if draws_random else None
 
     def __call__(self) -> None:
         """Run the batch. Collective over all lanes.

@@ -220,7 +220,9 @@ class StagedOverRanks(NamedAsModel):
             timeline=self.timeline,
         )
         losses = SplitLosses(flow.output, inputs, targets, self._criterion, train=train)
-        step = RankStep(flow, self._exchange, self._lane, run=run, losses=losses, train=train, draws=draws)
+        step = RankStep(
+            flow, self._exchange, self._lane, run=run, losses=losses, train=train, draws_random=draws
+        )
         with deferred_statistics(norms) if norms is not None else nullcontext():
             step()
         if self._draws is None and train and self.training:

@@ -244,7 +244,7 @@ class _SplitUpdate(NamedTuple):
     """Mean squared gradient of every whole row, fp32."""
 
 
-class Prepared(NamedTuple):
+class PreparedGroup(NamedTuple):
     """Prepared update of a group: everything that the kernel calls need in addition to the gradient."""
 
     group: _Group
@@ -260,7 +260,7 @@ class Prepared(NamedTuple):
 class PreparedUpdates(NamedTuple):
     """Prepared update of all tables: the result of ``TableUpdates.prepare``."""
 
-    groups: list[Prepared]
+    groups: list[PreparedGroup]
     admission_eviction: TableChanges | None
     """IDs to admit to hashed tables and rows to evict from them; None: no hashed table is updated."""
 
@@ -440,7 +440,7 @@ class TableUpdates:
         # Without a looked-up gradient: all collected gradients are summed by row already.
         return TableGradient(None, rows, pins)
 
-    def _prepare_group(self, group: _Group, gradient: TableGradient) -> Prepared:
+    def _prepare_group(self, group: _Group, gradient: TableGradient) -> PreparedGroup:
         """Prepare the update of the tables with a common rule. Leaves out frozen tables.
 
         With a deferred rule, also leaves out tables for which no gradient was collected.
@@ -455,7 +455,7 @@ class TableUpdates:
             count + 1: [number for number, _, state in members if state["step"] == count]
             for count in sorted(counts)
         }
-        return Prepared(
+        return PreparedGroup(
             group, steps, [] if group.peers is None else self._prepare_split(group, group.peers, gradient)
         )
 
@@ -557,7 +557,7 @@ class TableUpdates:
         nothing = torch.empty(0, dtype=torch.int64)
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
-    def _update_split(self, prepared: Prepared, gradient: TableGradient, tables: set[int]) -> None:
+    def _update_split(self, prepared: PreparedGroup, gradient: TableGradient, tables: set[int]) -> None:
         """Update the rectangles of a group that are split by columns.
 
         Args:

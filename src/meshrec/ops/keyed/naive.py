@@ -42,10 +42,10 @@ def num_home_buckets(num_rows: int) -> int:
 
 
 def _home_buckets(keys_N: Tensor, num_rows: int) -> Tensor:
-    """Return the number of the interval that contains each key, int64 [N].
+    """Return the home bucket of each key: the number of the interval that contains the key, int64 [N].
 
-    This is the key times the number of intervals, divided by 2^64. The product has 96 bits, so it is computed
-    from two halves of the key.
+    The interval number is the key times the number of intervals, divided by 2^64. The product has 96 bits, so
+    it is computed from two halves of the key.
     """
     number, half = num_home_buckets(num_rows), (1 << 32) - 1
     # Keys are ordered as signed integers, so shift the range to start from 0.

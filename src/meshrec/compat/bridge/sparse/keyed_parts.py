@@ -5,11 +5,11 @@ from torch import Tensor
 
 from meshrec.compat.bridge.sparse.jagged import JaggedTensor
 from meshrec.compat.bridge.sparse.segments import (
-    counts_between,
     positions_of,
     running_sum,
     split_by_key,
     sums_of,
+    value_counts_per_key,
 )
 from meshrec.sparse.counting import count_per_key
 
@@ -141,7 +141,7 @@ class KeyedParts:
         if not torch.jit.is_scripting():
             if torch.compiler.is_compiling():
                 return count_per_key(self)
-        return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
+        return value_counts_per_key(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
 
     def length_per_key_or_none(self) -> list[int] | None:
         """Return the value count per key, or None if it has not been read from the device yet."""

@@ -30,7 +30,7 @@ def positions_of(keys: list[str]) -> dict[str, int]:
     return positions
 
 
-def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[int]:
+def value_counts_per_key(offsets: Tensor, bags: list[int], num_values: int) -> list[int]:
     """Return the value count per key.
 
     Args:
