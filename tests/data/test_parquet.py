@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshrec.data import DataError, Position, parquet
-from meshrec.data.features import Features, Integer, Label, Number
+from meshrec.data.features import Features, Hashed, Integer, Label, Number, Vocabulary
 
 from .streams import covered, epoch, numbers
 
@@ -44,6 +44,24 @@ def folder(tmp_path):
 
 def read(path, **options):
     return parquet(train=path, schema=SCHEMA, **({"window": 4, "lanes": 3} | options)).train
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.large_binary())])
+def test_lists_of_text_have_the_ids_of_their_values(tmp_path, kind):
+    tags = [["a", "b"], [], None, ["b", None, "z"], ["a"]] * 3
+    table = pa.table({"y": [0.0] * 15, "tags": pa.array(tags, kind), "tags.n": [[1, 2]] * 15})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    schema = Features(
+        labels=(Label(column="y"),),
+        features=(Vocabulary(name="tags"), Hashed(name="hashed", column="tags", num_embeddings=50)),
+    ).fit([table.slice(0, 2)])
+    reader = parquet(train=tmp_path, validation=tmp_path, schema=schema).validation
+    for batch in reader.batches(15):
+        for feature in schema.ids:
+            jagged = batch.sparse.to_dict()[feature.name]
+            expected = [feature.row_of(tag) for row in tags for tag in row or []]
+            assert jagged.lengths().tolist() == [len(row or []) for row in tags]
+            assert jagged.values().tolist() == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -11,7 +11,7 @@ from typing_extensions import Unpack, override
 from meshrec.data.arrow import pa, pa_parquet
 from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.exact_columns import plain, plain_schema, plain_table
+from meshrec.data.exact_columns import is_list, plain, plain_schema, plain_table
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.locations import File, expand, not_parquet, opened
 from meshrec.data.partitions import partition_keys, with_keys
@@ -215,11 +215,16 @@ def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
 
 
 def _text_columns(metadata: Any, columns: Sequence[str]) -> list[str]:
-    """Return which of the columns have strings or binaries, not nested in lists."""
+    """Return the Parquet paths of the columns with strings or binaries, or with lists of them."""
     from meshrec.data.features.values import is_text
 
     schema = metadata.schema.to_arrow_schema()
-    return [name for name in columns if is_text(schema.field(name).type)]
+    types = {name: schema.field(name).type for name in columns}
+    roots = tuple(f"{name}." for name, kind in types.items() if is_list(kind) and is_text(kind.value_type))
+    fields = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    # A list is a nested column, such as "tags.list.element".
+    paths = [f.path for f in fields if f.physical_type == "BYTE_ARRAY" and f.path.startswith(roots)]
+    return [name for name, kind in types.items() if is_text(kind)] + paths
 
 
 def parquet_reader(

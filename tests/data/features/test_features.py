@@ -116,6 +116,32 @@ def test_vocabularies_number_frequent_values_first():
     assert feature.rows == 5
 
 
+@pytest.mark.parametrize(
+    ("known", "values"),
+    [
+        (["a", "b", "c"], ["b", None, "x", "b", "", "c", "b"]),
+        ([7, -1, 1 << 62], [-1, 3, 7, 7, 1 << 62, -1, -5]),
+    ],
+)
+def test_vocabulary_rows_are_the_same_in_all_layouts(known, values):
+    fitted = Features(labels=(), features=(Vocabulary(name="x", num_unseen=4),)).fit([pa.table({"x": known})])
+    (feature,) = fitted.ids
+    one_by_one = [int(feature.rows_of(pa.array([value], pa.array(known).type))[0]) for value in values]
+    array = pa.array(values)
+    # A dictionary with a null, and with values that no row has.
+    dictionary = pa.array([*known, None, *values])
+    indices = pa.array([len(known) + 1 + k if k != 3 else None for k in range(len(values))])
+    with_null = pa.DictionaryArray.from_arrays(indices, dictionary)
+    repeated = pa.concat_arrays([array.dictionary_encode()] * 4)
+    assert feature.rows_of(array).tolist() == one_by_one
+    assert feature.rows_of(pa.concat_arrays([array, array])[1:]).tolist() == (2 * one_by_one)[1:]
+    assert feature.rows_of(repeated).tolist() == 4 * one_by_one
+    assert feature.rows_of(with_null).tolist() == [*one_by_one[:3], 0, *one_by_one[4:]]
+    in_small = pa.DictionaryArray.from_arrays(pa.array([2, None, 0] * 3), pa.array([*known[:2], values[0]]))
+    first = feature.row_of(known[0])
+    assert feature.rows_of(in_small).tolist() == [one_by_one[0], 0, first] * 3
+
+
 def test_hashes_are_public_and_the_same_for_every_width_of_a_type():
     feature = Hashed(name="user", num_embeddings=1000)
     assert feature.row_of("user-7") == 914

@@ -123,7 +123,10 @@ def _strings(array: Any) -> Any:
 def whole(chunks: Any) -> Any:
     """Convert an Arrow array or chunked array to a single array with a `plain` type."""
     chunks = plain(chunks)
-    return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
+    if not isinstance(chunks, pa.ChunkedArray):
+        return chunks
+    # Arrow would copy a single chunk.
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
 def values_of(chunks: Any) -> Values:
@@ -135,9 +138,14 @@ def values_of(chunks: Any) -> Values:
     array = whole(chunks)
     if not is_list(array.type):
         return Values(array, np.arange(len(array) + 1, dtype=np.int64))
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    offsets = np.zeros(len(array) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    if array.null_count:
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        offsets = np.zeros(len(array) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        # A slice of a longer array starts later.
+        offsets -= offsets[0]
     return Values(array.flatten(), offsets)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.exact_columns import as_integers
+from meshrec.data.exact_columns import as_integers, plain
 from meshrec.data.faults import DataError
 from meshrec.data.features.column_feature import need_fitted
 from meshrec.data.features.ids import LIST_KINDS, IdFeature
@@ -151,6 +151,14 @@ class Vocabulary(IdFeature):
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
         need_fitted(self)
+        array = plain(array)
+        if pa.types.is_dictionary(array.type) and len(array.dictionary) <= len(array):
+            # Look up every distinct value once. Null points behind the dictionary, where row 0 is appended.
+            indices = array.indices
+            if indices.null_count:
+                indices = pc.fill_null(indices, len(array.dictionary))
+            of_row: Ints = np.append(self.rows_of(array.dictionary), 0)[indices.to_numpy()]
+            return of_row
         hashes, missing = hashes_and_missing(array)
         rows = self.lookup(hashes)
         unseen = rows < 0
