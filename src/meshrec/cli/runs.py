@@ -213,7 +213,7 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
     for name in {name: None for of_run in configs for name in of_run}:
         values = [of_run.get(name) for of_run in configs]
         if any(value != values[0] for value in values):
-            options.rows.append((name, [(_format_option(value), "") for value in values]))
+            options.rows.append((name, [("-" if value is None else str(value), "") for value in values]))
     return [results, options] if options.rows else [results]
 
 
@@ -364,8 +364,3 @@ def _format_number(value: float | None) -> str:
         return f"{value:,}"
     decimals = next((decimals for most, decimals in ((10, 4), (100, 1)) if abs(value) < most), 0)
     return f"{value:,.{decimals}f}"
-
-
-def _format_option(value: Any) -> str:
-    """Format an option value; "-" for None."""
-    return "-" if value is None else str(value)

@@ -21,7 +21,6 @@ from meshrec.comms.wire import (
     INT8,
     AcrossNodes,
     TableWires,
-    WireFormat,
     WireFormats,
 )
 from meshrec.planner.estimators import PHASES, CostModel
@@ -67,7 +66,8 @@ class WireBound:
 
     def allows(self, wires: WireFormats) -> bool:
         """Return whether a format pair, which must be a key of ``AUC_LOSS``, satisfies both limits."""
-        errors = [_relative_error(format) for format in wires]
+        # Maximum rounding errors for rows whose largest value is 1.
+        errors = [format.error_bound(1.0) for format in wires]
         within = self.error is None or max(errors) <= self.error
         return within and (self.auc_loss is None or AUC_LOSS[wires] <= self.auc_loss)
 
@@ -146,8 +146,3 @@ def bytes_across_nodes(
             sum(float(sent_part.across_N.sum()) for sent_part in sent.values()) / model.num_nodes
         )
     return by_setting
-
-
-def _relative_error(format: WireFormat) -> float:
-    """Return the maximum rounding error of a format for rows whose largest value is 1."""
-    return format.error_bound(1.0)

@@ -81,10 +81,9 @@ def leaderboard(
                     f"the {data} data has no AUC: it needs rows of both classes. Give more data, or a split."
                 )
         kind = "model" if name in MODELS else "baseline"
-        interval = auc_interval(quality["test"]["auc"], *_class_sizes(quality))
-        standings.append(
-            LeaderboardEntry(name, quality["validation"]["auc"], quality["test"]["auc"], interval, kind)
-        )
+        test = quality["test"]
+        interval = auc_interval(test["auc"], test["positive"], test["negative"])
+        standings.append(LeaderboardEntry(name, quality["validation"]["auc"], test["auc"], interval, kind))
     return sorted(standings, key=lambda standing: -standing.test)
 
 
@@ -124,8 +123,3 @@ def _train_and_evaluate(
         # It has an AUC of 0.5 for any data.
         if name != "global mean":
             yield name, {**quality, "test": {**quality["test"], **classes}}
-
-
-def _class_sizes(quality: dict[str, dict[str, float]]) -> tuple[float, float]:
-    """Return the effective numbers of positive and negative test samples, from `_train_and_evaluate`."""
-    return quality["test"]["positive"], quality["test"]["negative"]

@@ -448,7 +448,8 @@ class TableUpdates:
         # ``requires_grad`` may change between steps, so test it every time.
         members = [member for member in group.members if member[1].weight.requires_grad]
         if group.rule.deferred:
-            members = [member for member in members if not self._lacks_gradient(member[1])]
+            # A rank without rows never has a gradient, but must count the step like the other ranks.
+            members = [m for m in members if m[1].weight.grad is not None or not m[1].weight.numel()]
         # Tables in a group may have different counts: some were frozen, or loaded from other checkpoints.
         counts = {state["step"] for _, _, state in members}
         steps = {
@@ -458,11 +459,6 @@ class TableUpdates:
         return PreparedGroup(
             group, steps, [] if group.peers is None else self._prepare_split(group, group.peers, gradient)
         )
-
-    def _lacks_gradient(self, table: FusedTable) -> bool:
-        """Return whether this rank has rows of a table in its parameter, but no collected gradient."""
-        # A rank without rows never has a gradient, but must count the step like the other ranks.
-        return table.weight.numel() > 0 and table.weight.grad is None
 
     def _update_whole(self, rectangles: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
         """Update rectangles that are not split by columns.
