@@ -29,13 +29,9 @@ BENCHES = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Verify, then time.")
     parser.add_argument("bench", nargs="*", help=f"{', '.join(BENCHES)}; all of them when none is named")
-    parser.add_argument("--case", type=int, action="append", help="a case of tbe")
     parser.add_argument(
-        "--only",
-        action="append",
-        help="what of dlrm_step, serve_hostile or planner has a name that contains this",
+        "--only", action="append", help="a part of a bench, of those that have parts; or a part of its name"
     )
-    parser.add_argument("--part", action="append", help="a part of hashed_step or file_rows")
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
     arguments = parser.parse_args()
@@ -48,13 +44,7 @@ def parse() -> argparse.Namespace:
 def run(name: str, arguments: argparse.Namespace, effort: Effort) -> Result:
     """Run one benchmark with the options that it has."""
     module = importlib.import_module(f"benchmarks.{BENCHES[name]}")
-    options = {
-        "effort": effort,
-        "tiny": arguments.tiny,
-        "only": arguments.only,
-        "parts": arguments.part,
-        "numbers": arguments.case,
-    }
+    options = {"effort": effort, "tiny": arguments.tiny, "only": arguments.only}
     known = inspect.signature(module.run).parameters
     result: Result = module.run(**{key: value for key, value in options.items() if key in known and value})
     return result

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness import Bar, Effort, Result, table
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
+from benchmarks.harness import Bar, Effort, Result, configs, table
+from meshrec import EmbeddingBagCollection
 from meshrec import distributed as md
 from meshrec.checkpoint import async_save, load, save
 from meshrec.checkpoint.blocks import memory_of
@@ -35,11 +35,9 @@ _WRITE = 1 << 22
 
 def make(num_rows: int) -> int:
     """Make a row-wise table on all ranks; return the bytes of this rank's part."""
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=num_rows, embedding_dim=DIM, feature_names=["f"], init_fn=torch.Tensor.zero_
-    )
-    module = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-    plan = md.construct_module_sharding_plan(module, {"t": md.row_wise()}, world_size=WORLD_SIZE)
+    tables = configs(1, num_rows, DIM, init_fn=torch.Tensor.zero_)
+    module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    plan = md.construct_module_sharding_plan(module, {"t0": md.row_wise()}, world_size=WORLD_SIZE)
     model = DistributedModelParallel(
         nn.ModuleDict({"ebc": module}),
         plan=md.ShardingPlan({"ebc": plan}),
@@ -106,9 +104,10 @@ def drop_cache(path: Path) -> None:
 def saved(folder: Path) -> tuple[float, int]:
     """Return the seconds, and the rise of this rank's peak memory in bytes."""
     model = _state["model"]
-    before = reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = status("VmRSS")
     seconds = timed(lambda: save(folder / "checkpoint", {"model": model}))
-    return seconds, peak() - before
+    return seconds, status("VmHWM") - before
 
 
 def saved_in_background(folder: Path) -> tuple[float, float, float]:
@@ -154,17 +153,7 @@ def verified(folder: Path) -> bool:
     return all(torch.equal(shard[::1000], old) for shard, old in zip(weights(model), before, strict=True))
 
 
-def reset_peak() -> int:
-    """Reset the peak memory counter; return the resident memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
+def status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
@@ -198,21 +187,12 @@ def run(effort: Effort, *, tiny: bool = False, folder: Path | None = None) -> Re
         for name, seconds in median.items()
     ]
     print(table([f"{total / GIB:g} GiB over {WORLD_SIZE} ranks", "median", ""], rows), end="\n\n")
+    stop, extra = median["stop"] / median["save"], statistics.median(memory) / shard_bytes
     bars = [
-        Bar(name="save over plain writes", figure=median["plain write"] / median["save"], asked=0.7),
-        Bar(name="load over plain reads", figure=median["plain read"] / median["load"], asked=0.7),
-        Bar(
-            name="stop of an async save over a save",
-            figure=median["stop"] / median["save"],
-            asked=0.1,
-            at_most=True,
-        ),
-        Bar(
-            name="peak memory of a save over the shard",
-            figure=statistics.median(memory) / shard_bytes,
-            asked=0.1,
-            at_most=True,
-        ),
+        Bar("save over plain writes", median["plain write"] / median["save"], 0.7),
+        Bar("load over plain reads", median["plain read"] / median["load"], 0.7),
+        Bar("stop of an async save over a save", stop, 0.1, at_most=True),
+        Bar("peak memory of a save over the shard", extra, 0.1, at_most=True),
     ]
     figures = {**times, "extra_bytes": memory, "steps_meanwhile": slower, "background": background}
     return Result(figures, bars)

@@ -9,13 +9,14 @@ import contextlib
 import importlib.util
 import io
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.default_tables import REPORTED, TUNED, Table, write
-from benchmarks.harness import Bar, Result, table
+from benchmarks.default_tables import LABEL, REPORTED, TUNED, Table, write
+from benchmarks.harness import Bar, Result, selected, table
 
 _PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _BATCH = 8192
@@ -28,7 +29,7 @@ def recipe_of(data: Path, asked: Table, folder: Path) -> Path:
     from meshrec.cli.inspect import main as inspect
 
     recipe = folder / "recipe.py"
-    arguments = [str(data), "--label", asked.label, "--out", str(recipe), "--force"]
+    arguments = [str(data), "--label", LABEL, "--out", str(recipe), "--force"]
     arguments += [] if asked.time is None else ["--time", asked.time]
     with contextlib.redirect_stdout(io.StringIO()) as told:
         if inspect(arguments):
@@ -78,15 +79,14 @@ def rivals(frame: Any, asked: Table, rows: dict[str, Any], seed: int) -> dict[st
     """Return the test AUCs of logistic regression on all fields, and of LightGBM."""
     from sklearn.metrics import roc_auc_score
 
-    fields = frame.drop(columns=[asked.label] + ([] if asked.time is None else [asked.time]))
+    fields = frame.drop(columns=[LABEL] + ([] if asked.time is None else [asked.time]))
     fields = _plain(fields)
-    labels = frame[asked.label].to_numpy()
-    found = {}
-    every = {"logistic": _logistic, "lightgbm": _lightgbm}
-    for name, scores in list(every.items())[: 1 + _HAS_LIGHTGBM]:
-        scored = scores(fields, labels, rows, seed)
-        found[name] = float(roc_auc_score(labels[rows["test"]], scored))
-    return found
+    labels = frame[LABEL].to_numpy()
+    scores = {"logistic": _logistic, "lightgbm": _lightgbm} if _HAS_LIGHTGBM else {"logistic": _logistic}
+    return {
+        name: float(roc_auc_score(labels[rows["test"]], score(fields, labels, rows, seed)))
+        for name, score in scores.items()
+    }
 
 
 def _plain(fields: Any) -> Any:
@@ -185,42 +185,33 @@ def compared(name: str, asked: Table, seed: int, folder: Path) -> dict[str, Any]
     return {"ours": ours["test"], **others, "gap": ours["test"] - max(others.values()), **ours}
 
 
-def run(*, tiny: bool = False, tuned: bool = False) -> Result:
-    """Run the benchmark; ``tiny``: one table and one seed; ``tuned``: the tables of the recipe's choice.
-    Without LightGBM, logistic regression is the only rival, and one line says so.
+def run(*, tiny: bool = False, only: Sequence[str] = ()) -> Result:
+    """Run the benchmark. Without LightGBM, logistic regression is the only rival, and one line says so.
+
+    Args:
+        tiny: whether to try one table and one seed only.
+        only: names of tables, also of those on which the recipe's options were chosen; by default the
+            others.
     """
     if not _HAS_LIGHTGBM:
         print("LightGBM is not installed: the rival is logistic regression alone")
-    tables = TUNED if tuned else REPORTED
-    names = ["spam"] if tiny else list(tables)
+    names = ["spam"] if tiny else selected(list(TUNED | REPORTED), only) if only else list(REPORTED)
     figures: dict[str, Any] = {}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            found = [
-                compared(name, tables[name], seed, Path(folder)) for seed in range(1 if tiny else _SEEDS)
+            asked = (TUNED | REPORTED)[name]
+            found = figures[name] = [
+                compared(name, asked, seed, Path(folder)) for seed in range(1 if tiny else _SEEDS)
             ]
-            figures[name] = found
             means = {key: float(np.mean([each[key] for each in found])) for key in found[0]}
-            keys = ("ours", "logistic", "lightgbm")
-            shown = [f"{means[key]:.4f}" if key in means else "-" for key in keys]
+            shown = [f"{means[key]:.4f}" if key in means else "-" for key in ("ours", "logistic", "lightgbm")]
             rows.append([name, *shown, f"{means['gap']:+.4f}"])
-            print(
-                table(["test AUC", "ours", "logistic regression", "LightGBM", "gap"], rows[-1:]), flush=True
-            )
+            print(*rows[-1], flush=True)
     print(table(["test AUC", "ours", "logistic regression", "LightGBM", "gap"], rows), end="\n\n", flush=True)
-    return Result(figures, bars_of(figures))
-
-
-def bars_of(figures: dict[str, Any]) -> list[Bar]:
-    """Return the mean over tables and seeds of the gap to the better rival, and the worst mean of a table."""
     gaps = [float(np.mean([each["gap"] for each in found])) for found in figures.values()]
-    return [
-        Bar(
-            name="mean gap of the test AUC to the better rival",
-            figure=float(np.mean(gaps)),
-            asked=-0.002,
-            unit="",
-        ),
-        Bar(name="worst table's gap", figure=min(gaps), asked=-0.006, unit=""),
+    bars = [
+        Bar("mean gap of the test AUC to the better rival", float(np.mean(gaps)), -0.002, unit=""),
+        Bar("worst table's gap", min(gaps), -0.006, unit=""),
     ]
+    return Result(figures, bars)

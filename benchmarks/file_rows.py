@@ -8,12 +8,10 @@ rates.
 
 import ctypes
 import math
-import os
-import shlex
 import statistics
-import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,22 +19,22 @@ import torch
 
 import meshrec
 from benchmarks.file_rows_arms import ROW_BYTES, SIZES, TINY, Arm, Batches, Sizes
-from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.harness import Bar, Effort, Result, compiled, table
 from meshrec.planner import IdSample
 from meshrec.planner.disk import hit_rate
 from meshrec.tables.cached.table import FileTable
 
 LEAST_STEP, LEAST_LOOKAHEAD = 0.6, 1.5
-_MLPERF_TOP = [1024, 1024, 512, 256, 1]
+_MLPERF = SIZES._replace(shape=replace(SIZES.shape, top=(1024, 1024, 512, 256, 1)))
 _IN_MEMORY = Path("/dev/shm")
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Time steps with a dense part that takes less time than the disk, and with one that takes more."""
-    dense = {"terabyte": TINY} if tiny else {"terabyte": SIZES, "mlperf": SIZES._replace(top=_MLPERF_TOP)}
+    dense = {"terabyte": TINY} if tiny else {"terabyte": SIZES, "mlperf": _MLPERF}
     found = {}
     for name, sizes in dense.items():
-        batches = Batches(sizes, sizes.warm_up + effort.rounds * sizes.steps + 3)
+        batches = Batches(sizes.shape, sizes.warm_up + effort.rounds * sizes.steps + 3)
         no_disk = _IN_MEMORY if _IN_MEMORY.is_dir() else Path.cwd()
         with (
             tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
@@ -84,21 +82,14 @@ class Turns(NamedTuple):
         the system's work for each request still takes time from processors that compute.
         """
         rates = self.figures["per_second"]
-        bars = [
-            Bar(
-                name=f"{name}: reads over a plain reader's",
-                figure=rates["our reads"] / rates["plain reads"],
-                asked=0.8,
-            )
-        ]
+        figure = rates["our reads"] / rates["plain reads"]
+        bars = [Bar(f"{name}: reads over a plain reader's", figure, 0.8)]
         if self.most_step >= LEAST_STEP:
-            step = self.memory / self.ahead
-            text = f"{name}: a step in memory over one from the file"
-            bars.append(Bar(name=text, figure=step, asked=LEAST_STEP, ceiling=self.most_step))
+            text, step = f"{name}: a step in memory over one from the file", self.memory / self.ahead
+            bars.append(Bar(text, step, LEAST_STEP, ceiling=self.most_step))
         if self.disk >= self.memory:
-            ahead = self.plain / self.ahead
-            text = f"{name}: lookahead over none"
-            bars.append(Bar(name=text, figure=ahead, asked=LEAST_LOOKAHEAD, ceiling=self.most_lookahead))
+            text, ahead = f"{name}: lookahead over none", self.plain / self.ahead
+            bars.append(Bar(text, ahead, LEAST_LOOKAHEAD, ceiling=self.most_lookahead))
         return bars
 
 
@@ -113,8 +104,9 @@ def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folders: dict[str, st
         "file": Arm(sizes, storage, ahead=False),
         "no disk": Arm(sizes, fast, ahead=True),
     }
+    num_ids = sizes.shape.batch * sizes.shape.bag
     for arm in arms.values():
-        arm.fill(batches)
+        arm.fill(batches, num_ids)
     feeds = {name: iter(batches) for name in arms}
     losses = {name: arm.run(feeds[name], sizes.warm_up)[0] for name, arm in arms.items()}
     _check(losses)
@@ -128,8 +120,8 @@ def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folders: dict[str, st
         _check(losses)
     hits, *moved = (after - b for after, b in zip(ahead.counts(), before, strict=True))
     reads, writes = (each / rounds / sizes.steps for each in moved)
-    (rows, *_) = ahead.files()
-    rates = _rates(rows, max(1, math.ceil(reads / sizes.num_tables)))
+    rows = ahead.files[0]
+    rates = _rates(rows, max(1, math.ceil(reads / sizes.shape.num_tables)))
     sample = batches.ids(200_000, seed=7)
     times = {name: statistics.median(each) for name, each in seconds.items()}
     figures = {
@@ -137,10 +129,7 @@ def _in_turns(sizes: Sizes, batches: Batches, rounds: int, folders: dict[str, st
         "slowest_tenth_ms": {name: 1e3 * sorted(each)[9 * len(each) // 10] for name, each in seconds.items()},
         "hit_rate": hits / (hits + moved[0]),
         "predicted_hit_rate": hit_rate(
-            sizes.num_rows,
-            sizes.cached,
-            IdSample(len(sample), len(sample.unique())),
-            sizes.batch * sizes.bag,
+            sizes.shape.num_rows, sizes.cached, IdSample(len(sample), len(sample.unique())), num_ids
         ),
         "reads_per_step": reads,
         "writes_per_step": writes,
@@ -164,7 +153,8 @@ def _rates(rows: FileTable, count: int) -> dict[str, float]:
     step, and those that a bare loop reads without waiting between calls.
     """
     file, num_rows, calls = rows.stored.file, rows.rectangle.r1, 30
-    library = _plain_reader()
+    library = compiled(Path(__file__).with_name("disk_limit.cpp"), "-O2", "-pthread")
+    library.read_blocks.restype = ctypes.c_double
     rows.stored.write_initial(rows.stored.unwritten(torch.arange(num_rows)))
     memory = [torch.zeros(count, *part.shape[1:], dtype=part.dtype) for part in (rows.rows, *rows.state)]
     slots, found = torch.arange(count), {"our reads": [], "plain reads": [], "our writes": []}
@@ -186,15 +176,3 @@ def _rates(rows: FileTable, count: int) -> dict[str, float]:
         )
         found["plain reads"].append(calls * count / taken)
     return {name: statistics.median(each) for name, each in found.items()}
-
-
-def _plain_reader() -> ctypes.CDLL:
-    source = Path(__file__).with_name("disk_limit.cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "disk_limit.so"
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        flags = ["-O2", "-std=c++20", "-fPIC", "-shared", "-pthread"]
-        subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True)
-        library = ctypes.CDLL(str(target))
-    library.read_blocks.restype = ctypes.c_double
-    return library

@@ -1,12 +1,18 @@
 """Shared parts of all benchmarks: fair timing, bars that pass or miss, and reports as text and JSON."""
 
+import ctypes
 import datetime
+import itertools
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +38,7 @@ class Timing(NamedTuple):
     min: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bar:
     """A figure that a benchmark promises: ``figure`` must reach ``asked``, or stay below it.
 
@@ -80,6 +86,56 @@ def measure(
                 call()
                 seconds[name].append(time.perf_counter() - start)
     return {name: Timing(1e3 * statistics.median(each), 1e3 * min(each)) for name, each in seconds.items()}
+
+
+def in_turn(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a function that calls the next of several functions each time."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
+
+
+def selected(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Return the names that contain a word of ``only``; all of them if there are no words.
+
+    Raises:
+        ValueError: no name contains any of the words.
+    """
+    chosen = [name for name in names if not only or any(word in name for word in only)]
+    if not chosen:
+        raise ValueError(f"--only {' '.join(only)} names nothing of {', '.join(names)}.")
+    return chosen
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def configs(num_tables: int, num_rows: int | None, dim: int, **options: Any) -> list[Any]:
+    """Return configs of tables t0, t1, ... of equal shapes, which features f0, f1, ... read."""
+    from meshrec import EmbeddingBagConfig
+
+    options |= {} if num_rows is None else {"num_embeddings": num_rows}
+    return [
+        EmbeddingBagConfig(name=f"t{t}", embedding_dim=dim, feature_names=[f"f{t}"], **options)
+        for t in range(num_tables)
+    ]
+
+
+def compiled(source: Path, *flags: str) -> ctypes.CDLL:
+    """Compile a C++ file and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "library.so"
+        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+        flags = (*flags, "-std=c++20", "-fPIC", "-shared")
+        subprocess.run([*compiler, *flags, str(source), "-o", str(target)], check=True)
+        return ctypes.CDLL(str(target))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,5 +1,4 @@
-"""Training steps of tables with hashed keys, beside fixed tables of the same rows, and TorchRec's managed
-collisions before FBGEMM's tables.
+"""Training steps of tables with hashed keys, beside fixed tables of the same rows.
 
 All arms of a part see the same batches and alternate. Each part is verified first: where all IDs are known, a
 hashed table equals the fixed table with the same rows. As in the trainer, Python's garbage collections leave
@@ -7,12 +6,10 @@ out the objects that exist before (``frozen_objects``).
 """
 
 import gc
-import importlib.util
 import multiprocessing
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,19 +20,18 @@ import torch
 from torch import Tensor
 
 import meshrec
-from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
+from benchmarks.harness import Bar, Effort, Result, Timing, configs, in_turn, measure, selected, table
 from benchmarks.memory_limit import PREFETCHES, LineLimit
 from meshrec.ops.index import HashIndex, unique
 from meshrec.ops.memory import frozen_objects, reserve_pages
 from meshrec.optim import RowWiseAdagrad
 from meshrec.tables import LRU, Hashed
 
-FIXED, HASHED, PEER = "fixed tables", "hashed tables", "TorchRec's MCH and FBGEMM"
+FIXED, HASHED = "fixed tables", "hashed tables"
 REUSED = "memory used before"
 LINES = "a cache line of the index for each ID"
 FROM_HOST = "memory of the host"
 PAGES, PAGES_FROM_HOST = "writing to new pages", "writing to new pages of the host"
-PARTS = ("known64", "known128", "new", "eviction", "adversarial", "growth", "peer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +73,10 @@ class Arm:
 
     def __init__(self, size: Size, keys: Hashed | None = None, raw: Sequence[Tensor] = ()) -> None:
         self.size = size
-        self._features = [f"f{t}" for t in range(size.num_tables)]
-        rows = {"num_embeddings": size.num_rows} if keys is None else {"keys": keys}
-        configs = [
-            meshrec.EmbeddingBagConfig(name=f"t{t}", embedding_dim=size.dim, feature_names=[name], **rows)
-            for t, name in enumerate(self._features)
-        ]
-        self.module = meshrec.EmbeddingBagCollection(configs)
+        num_rows, options = (size.num_rows, {}) if keys is None else (None, {"keys": keys})
+        tables = configs(size.num_tables, num_rows, size.dim, **options)
+        self._features = [config.feature_names[0] for config in tables]
+        self.module = meshrec.EmbeddingBagCollection(tables)
         generator = torch.Generator().manual_seed(1)
         for t in range(size.num_tables if keys is None or raw else 0):
             weight = torch.empty(size.num_rows, size.dim).uniform_(-0.1, 0.1, generator=generator)
@@ -126,14 +119,7 @@ def batches(size: Size, num: int = 4) -> list[Tensor]:
 
 def in_turns(call: Callable[[Tensor], Any], batches: Sequence[Tensor]) -> Callable[[], Any]:
     """Return a function that calls with the next batch."""
-    number = -1
-
-    def turn() -> Any:
-        nonlocal number
-        number = (number + 1) % len(batches)
-        return call(batches[number])
-
-    return turn
+    return in_turn([partial(call, batch) for batch in batches])
 
 
 def known(size: Size, effort: Effort, step_bar: float) -> tuple[dict[str, Timing], list[Bar]]:
@@ -162,8 +148,8 @@ def known(size: Size, effort: Effort, step_bar: float) -> tuple[dict[str, Timing
     return timings, bars
 
 
-def at_most(name: str, timings: dict[str, Timing], arm: str, asked: float, other: str = FIXED) -> Bar:
-    return Bar(name=name, figure=timings[arm].median / timings[other].median, asked=asked, at_most=True)
+def at_most(name: str, timings: dict[str, Timing], arm: str, asked: float) -> Bar:
+    return Bar(name, timings[arm].median / timings[FIXED].median, asked, at_most=True)
 
 
 def new(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
@@ -250,25 +236,6 @@ def eviction(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
     return timings, [at_most("step, eviction of 1 % of the rows", timings, HASHED, 1.5)]
 
 
-def adversarial(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
-    """Compare IDs that a table without a mix would have in few buckets with random ones."""
-    size = replace(size, num_tables=2)
-    kinds = {
-        "random IDs": [distinct(size.num_rows, t) for t in range(2)],
-        "multiples of 2^32": [torch.arange(size.num_rows) << 32] * 2,
-        "multiples of the rows' power of two": [torch.arange(size.num_rows) << 20] * 2,
-    }
-    rows = batches(size)
-    calls = {}
-    for kind, raw in kinds.items():
-        arm = Arm(size, Hashed(max_rows=size.num_rows + 64), raw)
-        ids = [torch.cat([raw[t][own[t]] for t in range(2)]) for own in rows]
-        calls[kind] = in_turns(arm.step, ids)
-    timings = measure(calls, effort)
-    names = [name for name in kinds if name != "random IDs"]
-    return timings, [at_most(f"step, {name}", timings, name, 1.2, "random IDs") for name in names]
-
-
 def growth(num_rows: int, dim: int, threads: int) -> dict[str, float]:
     """Let a table grow from 1,000 rows, in a process of its own; return times of steps and memory, and how
     much longer than the median a step of a fixed table takes at most, in as many seconds (``delay``).
@@ -311,91 +278,14 @@ def run_growth(num_rows: int, dim: int) -> tuple[dict[str, float], list[Bar]]:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(growth, (num_rows, dim, torch.get_num_threads()))
     slowest, peak = found["slowest"] / found["median"], found["peak"] / found["end"]
-    bar = Bar(name="growth: slowest step over the median", figure=slowest, asked=4, at_most=True)
+    ceiling = 1 + found["delay"] / found["median"]
     return found, [
-        replace(bar, ceiling=1 + found["delay"] / found["median"]),
-        Bar(name="growth: peak memory over the end's", figure=peak, asked=1.15, at_most=True),
+        Bar("growth: slowest step over the median", slowest, 4, at_most=True, ceiling=ceiling),
+        Bar("growth: peak memory over the end's", peak, 1.15, at_most=True),
     ]
 
 
-class ManagedCollisions:
-    """TorchRec's managed collisions, unsharded, before FBGEMM's tables on the CPU.
-
-    Rows change every ten steps. Its rows are as many as ours.
-    """
-
-    def __init__(self, size: Size) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
-            from fbgemm_gpu.split_embedding_configs import EmbOptimType
-            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-            from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
-            from torchrec.modules import mc_modules
-
-        self._jagged, self._keyed = JaggedTensor, KeyedJaggedTensor
-        self._features = [f"f{t}" for t in range(size.num_tables)]
-        configs = [
-            EmbeddingBagConfig(
-                name=f"t{t}", embedding_dim=size.dim, num_embeddings=size.num_rows, feature_names=[name]
-            )
-            for t, name in enumerate(self._features)
-        ]
-        modules = {
-            config.name: mc_modules.MCHManagedCollisionModule(
-                zch_size=size.num_rows,
-                device=torch.device("cpu"),
-                eviction_policy=mc_modules.LRU_EvictionPolicy(),
-                eviction_interval=10,
-            )
-            for config in configs
-        }
-        self._collisions = mc_modules.ManagedCollisionCollection(modules, configs)
-        place = (size.num_rows, size.dim, EmbeddingLocation.HOST, training.ComputeDevice.CPU)
-        self._tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [place] * size.num_tables,
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-            learning_rate=0.02,
-            device=torch.device("cpu"),
-        )
-        self._lengths = torch.full((size.num_tables * size.batch,), size.bag)
-        self._grad = torch.randn(size.batch, size.num_tables * size.dim)
-
-    def step(self, ids: Tensor) -> None:
-        features = self._keyed(keys=self._features, values=ids, lengths=self._lengths)
-        remapped = self._collisions(features)
-        self._collisions.evict()
-        self._tables(remapped.values(), remapped.offsets()).backward(self._grad)
-
-
-def peer(size: Size, effort: Effort) -> tuple[dict[str, Timing], list[Bar]]:
-    """Compare tables on a stream in which 1 % of the IDs are new, once each has seen it for an interval of
-    the managed collisions' eviction.
-    """
-    if importlib.util.find_spec("fbgemm_gpu") is None or importlib.util.find_spec("torchrec") is None:
-        print(f"{PEER} is skipped: they are not installed")
-        return {}, []
-    interval, num_new = 10, size.num_ids // 100
-    raw = [distinct(size.num_rows, t) for t in range(size.num_tables)]
-    rows, stream = batches(size, interval), []
-    for turn in range(interval * (1 + min(effort.rounds, 3))):
-        ids = torch.stack([raw[t][own] for t, own in enumerate(rows[turn % interval])])
-        ids[:, :num_new] = torch.arange(turn * num_new, (turn + 1) * num_new)
-        stream.append(ids.flatten())
-    arms = {HASHED: Arm(size, Hashed(max_rows=size.num_rows, evict=LRU())), PEER: ManagedCollisions(size)}
-    found: dict[str, list[float]] = {HASHED: [], PEER: []}
-    for name, arm in arms.items():
-        for ids in stream:
-            start = time.perf_counter()
-            arm.step(ids)
-            found[name].append(time.perf_counter() - start)
-    found = {name: seconds[interval:] for name, seconds in found.items()}
-    timings = {name: Timing(1e3 * statistics.mean(each), 1e3 * min(each)) for name, each in found.items()}
-    figure = timings[PEER].median / timings[HASHED].median
-    return timings, [Bar(name=f"steps, as fast as {PEER}", figure=figure, asked=10)]
-
-
-def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> Result:
+def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
     """Verify and time. ``tiny`` shrinks the tables, which only shows that the benchmark works."""
     full = Size(num_rows=2000, batch=16) if tiny else Size()
     few = replace(effort, calls=1, warm_ups=2)
@@ -404,23 +294,17 @@ def run(effort: Effort, parts: Sequence[str] = PARTS, *, tiny: bool = False) -> 
         "known128": lambda: known(replace(full, dim=128), few, 1.2),
         "new": lambda: new(full, few),
         "eviction": lambda: eviction(full, few),
-        "adversarial": lambda: adversarial(full, few),
         "growth": lambda: run_growth(200_000 if tiny else 20_000_000, 16),
-        "peer": lambda: peer(full if tiny else replace(full, num_tables=2), few),
     }
     figures, bars = {}, []
-    for part in [name for name in PARTS if name in parts]:
+    for part in selected(list(runs), only):
         with frozen_objects():
             found, own = runs[part]()
         gc.collect()
         bars += own
-        figures[part] = {
-            name: each._asdict() if isinstance(each, Timing) else each for name, each in found.items()
-        }
+        figures[part] = found
         rows = [
-            [name, f"{each.median:.1f}", f"{each.min:.1f}"]
-            for name, each in found.items()
-            if isinstance(each, Timing)
+            [name, *(f"{ms:.1f}" for ms in each)] for name, each in found.items() if isinstance(each, Timing)
         ]
         if rows:
             print(table([f"{part}: ms", "median", "least"], rows), end="\n\n", flush=True)

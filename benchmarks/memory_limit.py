@@ -4,15 +4,13 @@ tables.
 
 import ctypes
 import functools
-import os
-import shlex
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from benchmarks.harness import compiled
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -31,12 +29,7 @@ PREFETCHES = [Prefetch(16, True), Prefetch(32, True), Prefetch(32, False), Prefe
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "memory_limit.so"
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        flags = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
-        subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(target)], check=True)
-        library = ctypes.CDLL(str(target))
+    library = compiled(SOURCE, "-O3", "-march=native", "-fopenmp")
     library.read_rows.restype = ctypes.c_float
     library.write_rows.restype = None
     library.read_lines.restype = ctypes.c_int64

@@ -13,68 +13,59 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
+from benchmarks.clicks_model import Shape
+from benchmarks.harness import Bar, Effort, Result, measure, table, threads
 from meshrec import EmbeddingBagCollection, fuse
 from meshrec.data import Batch, Dataset, parquet
 from meshrec.data.features import Features, Hashed, Integer, Label, Number
 from meshrec.models import DLRM, DLRMTrain
 from meshrec.optim import RowWiseAdagrad
 
-_ASKED = 3.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Number of samples, the files that hold them, and the model of the step benchmark."""
+class Written(Shape):
+    """The model of the step benchmark, and the number of samples in the files."""
 
     samples: int = 131_072
     row_group: int = 32_768
-    num_tables: int = 26
-    num_rows: int = 100_000
-    num_dense: int = 13
-    batch: int = 1024
-    bag: int = 4
-    dim: int = 64
-    bottom: tuple[int, ...] = (512, 256, 64)
-    top: tuple[int, ...] = (512, 512, 256, 1)
 
 
-TINY = Shape(
-    samples=256, row_group=100, num_tables=4, num_rows=100, batch=32, dim=8, bottom=(16, 8), top=(16, 1)
+TINY = Written(
+    num_tables=4, num_rows=100, batch=32, dim=8, bottom=(16, 8), top=(16, 1), samples=256, row_group=100
 )
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Write, verify, time and compare with the bar."""
-    shape = TINY if tiny else Shape()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            written = write(Path(folder) / "part.parquet", shape)
-            readers = {
-                "lists of ids": load(folder, shape, hashed=False),
-                "lists, hashed": load(folder, shape, hashed=True),
-            }
-            verify(readers["lists of ids"], written, shape)
-            rates = {
-                name: max(read(dataset, shape) for _ in range(1 + effort.rounds // 3))
-                for name, dataset in readers.items()
-            }
-            step = measure({"step": training_step(readers["lists of ids"], shape)}, effort)["step"]
-    finally:
-        torch.set_num_threads(threads)
-    return report(rates, step, shape)
+    shape = TINY if tiny else Written()
+    with threads(1), tempfile.TemporaryDirectory() as folder:
+        written = write(Path(folder) / "part.parquet", shape)
+        readers = {
+            "lists of ids": load(folder, shape, hashed=False),
+            "lists, hashed": load(folder, shape, hashed=True),
+        }
+        verify(readers["lists of ids"], written, shape)
+        rates = {
+            name: max(read(dataset, shape) for _ in range(1 + effort.rounds // 3))
+            for name, dataset in readers.items()
+        }
+        step = measure({"step": training_step(readers["lists of ids"], shape)}, effort)["step"]
+    consumed = 1e3 * shape.batch / step.median
+    rows = [[name, f"{rate:,.0f}", f"{rate / consumed:.1f}x"] for name, rate in rates.items()]
+    rows.append(["the DLRM step, one thread", f"{consumed:,.0f}", "1.0x"])
+    print(table(["one core", "samples/s", ""], rows))
+    figures = {"samples_per_second": rates, "step_samples_per_second": consumed}
+    return Result(figures, [Bar("reading against the step", min(rates.values()) / consumed, 3.0)])
 
 
-def write(path: Path, shape: Shape) -> dict[str, int]:
+def write(path: Path, shape: Written) -> dict[str, int]:
     """Write a file of random samples; return the sum of every ID column."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rng = np.random.default_rng(0)
     columns: dict[str, object] = {"label": (rng.random(shape.samples) < 0.25).astype(np.float32)}
-    for number in range(shape.num_dense):
+    for number in range(shape.dense_in):
         columns[f"I{number + 1}"] = rng.integers(0, 1000, shape.samples).astype(np.int32)
     offsets = pa.array(np.arange(shape.samples + 1) * shape.bag, pa.int32())
     sums = {}
@@ -86,12 +77,12 @@ def write(path: Path, shape: Shape) -> dict[str, int]:
     return sums
 
 
-def load(folder: str, shape: Shape, *, hashed: bool) -> Dataset:
+def load(folder: str, shape: Written, *, hashed: bool) -> Dataset:
     kind = Hashed if hashed else Integer
     schema = Features(
         labels=(Label(column="label"),),
         features=(
-            *(Number(name=f"I{number + 1}", log=True) for number in range(shape.num_dense)),
+            *(Number(name=f"I{number + 1}", log=True) for number in range(shape.dense_in)),
             *(
                 kind(name=f"C{number + 1}", num_embeddings=shape.num_rows, average_length=float(shape.bag))
                 for number in range(shape.num_tables)
@@ -101,7 +92,7 @@ def load(folder: str, shape: Shape, *, hashed: bool) -> Dataset:
     return parquet(train=folder, schema=schema)
 
 
-def verify(dataset: Dataset, written: dict[str, int], shape: Shape) -> None:
+def verify(dataset: Dataset, written: dict[str, int], shape: Written) -> None:
     """Check that every ID was read once."""
     read = dict.fromkeys(written, 0)
     num = 0
@@ -113,17 +104,17 @@ def verify(dataset: Dataset, written: dict[str, int], shape: Shape) -> None:
         raise AssertionError(f"read {num} samples with sums {read}, written {shape.samples} with {written}")
 
 
-def read(dataset: Dataset, shape: Shape) -> float:
+def read(dataset: Dataset, shape: Written) -> float:
     """Return the samples per CPU second of one epoch."""
     start = time.process_time()
     num = sum(len(batch) for batch in dataset.train.batches(shape.batch))
     return num / (time.process_time() - start)
 
 
-def training_step(dataset: Dataset, shape: Shape) -> Callable[[], None]:
+def training_step(dataset: Dataset, shape: Written) -> Callable[[], None]:
     torch.manual_seed(0)
     collection = EmbeddingBagCollection(tables=dataset.tables(shape.dim))
-    model = DLRM(collection, shape.num_dense, shape.bottom, shape.top)
+    model = DLRM(collection, shape.dense_in, shape.bottom, shape.top)
     train = DLRMTrain(fuse(model, optimizer=RowWiseAdagrad(lr=0.02)))
     dense = [parameter for name, parameter in train.named_parameters() if "embedding_bags" not in name]
     optimizer = torch.optim.Adagrad(dense, lr=0.02)
@@ -136,16 +127,3 @@ def training_step(dataset: Dataset, shape: Shape) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def report(rates: dict[str, float], step: Timing, shape: Shape) -> Result:
-    consumed = 1e3 * shape.batch / step.median
-    rows = [[name, f"{rate:,.0f}", f"{rate / consumed:.1f}x"] for name, rate in rates.items()]
-    print(
-        table(
-            ["one core", "samples/s", ""], [*rows, ["the DLRM step, one thread", f"{consumed:,.0f}", "1.0x"]]
-        )
-    )
-    slowest = min(rates.values())
-    figures = {"samples_per_second": rates, "step_samples_per_second": consumed}
-    return Result(figures, [Bar(name="reading against the step", figure=slowest / consumed, asked=_ASKED)])

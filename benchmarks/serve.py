@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.harness import Bar, Effort, Result, configs, table, threads
 from benchmarks.serve_load import Outcome, closed, http, open_loop
 from meshrec.durable import sha256_of
 from meshrec.export import Predictor, export
 from meshrec.export.manifest import MANIFEST, WEIGHTS
 from meshrec.models.dlrm import DLRM
-from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+from meshrec.modules import EmbeddingBagCollection
 
 DEADLINE_MS = 200
 _REFUSED_MS = 10
@@ -62,13 +61,8 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     shape = TINY if tiny else Shape()
     # Much is known of the user, and a small network ranks the items.
     heavy = TINY if tiny else Shape(num_dense=256, bottom=(1024, 512, 64), top=(128, 64, 1), history=300)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return _measure(shape, heavy, Path(folder), 1 if tiny else max(3, effort.rounds // 3))
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), tempfile.TemporaryDirectory() as folder:
+        return _measure(shape, heavy, Path(folder), 1 if tiny else max(3, effort.rounds // 3))
 
 
 def _measure(shape: Shape, heavy: Shape, folder: Path, num_turns: int) -> Result:
@@ -98,10 +92,7 @@ def _measure(shape: Shape, heavy: Shape, folder: Path, num_turns: int) -> Result
         ranking: (3.0, "x", False),
         f"{ranking}, heavy user": (3.0, "x", False),
     }
-    bars = [
-        Bar(name=name, figure=figures[name], asked=bar, unit=unit, at_most=at_most)
-        for name, (bar, unit, at_most) in asked.items()
-    ]
+    bars = [Bar(name, figures[name], bar, unit, at_most) for name, (bar, unit, at_most) in asked.items()]
     return Result({**figures, "turns": turns}, bars)
 
 
@@ -178,39 +169,19 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def serving(package: Path, *options: str) -> Iterator[Running]:
+    """Serve a package with one thread, wait until the server is ready, and stop it at the end."""
     module = [sys.executable, "-W", "ignore", "-m", "meshrec"]
     # Not a port that was free a moment ago: another program may have it when the server starts.
     command = [*module, "serve", f"model={package}", "--port", "0", *options]
-    with started(command, re.compile(r" at http://127\.0\.0\.1:(\d+)")) as server:
-        yield server
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
-
-
-@contextlib.contextmanager
-def started(
-    command: list[str], port: int | re.Pattern[str], environment: Mapping[str, str] | None = None
-) -> Iterator[Running]:
-    """Start a server of the Open Inference Protocol with one thread, wait until it is ready, and stop it at
-    the end.
-
-    Args:
-        command: the command of the server.
-        port: its port, or what finds the port in its log.
-        environment: further environment variables.
-    """
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=log)
-        server = Running(process, port if isinstance(port, int) else 0, Path(log.name))
+        server = Running(process, 0, Path(log.name))
         try:
             while not _is_ready(server.port):
                 if process.poll() is not None:
                     raise AssertionError(server.state())
-                if not isinstance(port, int) and (found := port.search(server.log.read_text())):
+                if found := re.search(r" at http://127\.0\.0\.1:(\d+)", server.log.read_text()):
                     server = server._replace(port=int(found[1]))
                 time.sleep(0.05)
             yield server
@@ -302,26 +273,11 @@ def _with_other_weights(package: Path, folder: Path) -> Path:
     return folder
 
 
-def package_of(shape: Shape, folder: Path, *, is_zero: bool = False, **options: Any) -> Path:
-    """Build a DLRM. Tables of zeros take no memory here, however large they are."""
+def package_of(shape: Shape, folder: Path, **options: Any) -> Path:
+    """Export a DLRM."""
     torch.manual_seed(0)
     features = [f"f{number}" for number in range(shape.num_features)]
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{f}", embedding_dim=shape.dim, num_embeddings=shape.num_rows, feature_names=[f]
-        )
-        for f in features
-    ]
-    if is_zero:
-        sparse = EmbeddingBagCollection(tables, device="meta")
-        # NumPy's zeros are pages that the kernel has not given yet; torch writes its own.
-        zeros = {
-            name: torch.from_numpy(np.zeros(tuple(t.shape), np.float32))
-            for name, t in sparse.state_dict().items()
-        }
-        sparse.load_state_dict(zeros, assign=True)
-    else:
-        sparse = EmbeddingBagCollection(tables)
+    sparse = EmbeddingBagCollection(configs(shape.num_features, shape.num_rows, shape.dim))
     model = DLRM(sparse, shape.num_dense, list(shape.bottom), list(shape.top))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.harness import Bar, Effort, Result, selected, table
 from benchmarks.serve import (
     TINY,
     Inputs,
@@ -69,9 +69,7 @@ def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Resu
         ValueError: ``only`` names nothing.
     """
     sizes = _TINY if tiny else Sizes(rounds=effort.rounds)
-    chosen = [name for name in (*WAYS, START) if not only or any(word in name for word in only)]
-    if not chosen:
-        raise ValueError(f"--only {' '.join(only)} names nothing of {[*WAYS, START]}.")
+    chosen = selected([*WAYS, START], only)
     ways = [name for name in chosen if name != START]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,11 +79,7 @@ def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Resu
             figures |= _start(sizes, _large_package(sizes, Path(folder) / "large"))
     print(table(["measured", ""], [[name, f"{value:.3f}"] for name, value in figures.items()]), flush=True)
     asked = {f"p99, {way}, over none": 2.0 for way in WAYS} | {f"{START} over reading, cold": 1.3}
-    bars = [
-        Bar(name=name, figure=figures[name], asked=bar, unit="x", at_most=True)
-        for name, bar in asked.items()
-        if name in figures
-    ]
+    bars = [Bar(name, figures[name], bar, at_most=True) for name, bar in asked.items() if name in figures]
     return Result(figures, bars)
 
 

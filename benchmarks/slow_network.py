@@ -2,8 +2,8 @@
 
 Ranks on one machine exchange data too fast to show what a pipeline hides. ``init_process_group("slow_gloo")``
 makes a process group whose collectives end no earlier than *start + latency + bytes / bandwidth*, whether
-MeshRec, DistributedDataParallel or another library starts them. A rank that waits sleeps, and leaves its core
-to others.
+MeshRec, DistributedDataParallel or another library starts them; it has no messages between two ranks. A rank
+that waits sleeps, and leaves its core to others.
 """
 
 import queue
@@ -68,14 +68,7 @@ def set_network(*, latency_seconds: float = 0.0, bytes_per_second: float = float
     Args:
         latency_seconds: latency of a collective.
         bytes_per_second: bandwidth of this rank's link.
-
-    Raises:
-        ValueError: the latency is below 0, or the bandwidth is not above 0.
     """
-    if not latency_seconds >= 0:
-        raise ValueError(f"latency_seconds is {latency_seconds}; it must be at least 0.")
-    if not bytes_per_second > 0:
-        raise ValueError(f"bytes_per_second is {bytes_per_second}; it must be above 0 (inf: no limit).")
     _link.latency_seconds, _link.bytes_per_second = latency_seconds, bytes_per_second
 
 
@@ -104,31 +97,6 @@ class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
         return future
 
 
-class _Letter(dist._Work):  # type: ignore[name-defined,misc]
-    """A point-to-point message that another thread sends when it is due."""
-
-    def __init__(self, arrival: float, send: Callable[[], Any]) -> None:
-        super().__init__()
-        self._arrival, self._send = arrival, send
-        self._under_way: Any = torch.futures.Future()
-
-    def deliver(self) -> None:
-        """Send the message when its time has come."""
-        while (left := self._arrival - time.monotonic()) > 0:
-            time.sleep(left)
-        try:
-            self._under_way.set_result(self._send())
-        except RuntimeError as error:
-            self._under_way.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has been received. The group's timeout applies, not ``timeout``."""
-        return bool(self._under_way.wait().wait())
-
-    def is_completed(self) -> bool:
-        return bool(self._under_way.done() and self._under_way.wait().is_completed())
-
-
 class _SlowGloo(dist.ProcessGroup):
     """A process group that delays the collectives of a gloo group of the same ranks; see `set_network`."""
 
@@ -140,8 +108,6 @@ class _SlowGloo(dist.ProcessGroup):
         self._name = options.group_id
         self._promises: queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
-        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
-        self._postman: threading.Thread | None = None
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -152,21 +118,6 @@ class _SlowGloo(dist.ProcessGroup):
 
     def barrier(self, *args: Any, **options: Any) -> _SlowWork:
         return _SlowWork(self, self._gloo.barrier(*args, **options), [], 0.0)
-
-    def send(self, tensors: list[Tensor], *place: int) -> Any:
-        arrival = _link.arrival(_num_bytes(tensors))
-        if arrival <= time.monotonic() and self._letters.empty():
-            return self._gloo.send(tensors, *place)
-        # Who receives must not have it earlier: it is sent when it is to arrive.
-        letter = _Letter(arrival, lambda: self._gloo.send(tensors, *place))
-        if self._postman is None:
-            self._postman = threading.Thread(target=_deliver, args=(self._letters,), daemon=True)
-            self._postman.start()
-        self._letters.put(letter)
-        return letter
-
-    def recv(self, tensors: list[Tensor], *place: int) -> Any:
-        return self._gloo.recv(tensors, *place)
 
     def run(self, name: str, *args: Any, **options: Any) -> _SlowWork:
         """Run a collective of gloo."""
@@ -205,11 +156,6 @@ def _keep(promises: "queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]]") ->
         del work, future, result
 
 
-def _deliver(letters: "queue.SimpleQueue[_Letter]") -> None:
-    while True:
-        letters.get().deliver()
-
-
 def _num_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
@@ -228,8 +174,6 @@ for _name in _COLLECTIVES:
         setattr(_SlowGloo, _spelling, _collective(_name))
 
 
-def _make(options: Any, _: Any) -> _SlowGloo:
-    return _SlowGloo(options)
-
-
-dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(
+    BACKEND, lambda options, _: _SlowGloo(options), extended_api=True, devices=["cpu"]
+)

@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
+from benchmarks.harness import Bar, Effort, Result, Timing, measure, selected, table, threads
 from benchmarks.memory_limit import PREFETCHES, MemoryLimit
-from benchmarks.tbe_contenders import (
-    EPS,
-    LR,
-    Contender,
-    Fbgemm,
-    Lookups,
-    MeshRec,
-    Shape,
-    Torch,
-    contenders,
-)
+from benchmarks.tbe_contenders import EPS, LR, Contender, Fbgemm, Lookups, MeshRec, Shape, Torch, classes
 
 LIMIT = "memory limit"
 THREADS = (1, 2)
@@ -109,36 +99,32 @@ def verify_limit(limit: MemoryLimit, lookups: Lookups, weights: list[Tensor]) ->
     limit.add(-1.0)
 
 
-def without_grad(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        with torch.no_grad():
-            return forward()
-
-    return call
-
-
 def time_case(lookups: Lookups, effort: Effort) -> dict[str, Timings]:
     """Verify, then time: "forward" and "step" -> threads -> contender -> timing."""
-    ours = contenders(lookups)
-    expected = Expected(lookups, ours[MeshRec.name].weights)
-    for contender in ours.values():
+    contenders = {kind.name: kind(lookups) for kind in classes()}
+    weights = contenders[MeshRec.name].weights
+    expected = Expected(lookups, weights)
+    for contender in contenders.values():
         verify(contender, expected)
-    weights = ours[MeshRec.name].weights
     limit = MemoryLimit(weights, lookups.ids_per_table)
     verify_limit(limit, lookups, weights)
 
-    forwards = {name: without_grad(each.forward) for name, each in ours.items()}
-    steps = {name: each.step for name, each in ours.items()}
-    limits = {f"{LIMIT}, {way}": way for way in PREFETCHES}
-    limit_forwards = {name: partial(limit.forward, way) for name, way in limits.items()}
-    limit_steps = {name: partial(limit.step, way) for name, way in limits.items()}
-    timings: dict[str, Timings] = {"forward": {}, "step": {}}
-    before = torch.get_num_threads()
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        timings["forward"][threads] = with_one_limit(measure(forwards | limit_forwards, effort))
-        timings["step"][threads] = with_one_limit(measure(steps | limit_steps, effort))
-    torch.set_num_threads(before)
+    calls: dict[str, dict[str, Callable[[], Any]]] = {
+        "forward": {name: torch.no_grad()(each.forward) for name, each in contenders.items()},
+        "step": {name: each.step for name, each in contenders.items()},
+    }
+    for prefetch in PREFETCHES:
+        calls["forward"][f"{LIMIT}, {prefetch}"] = partial(limit.forward, prefetch)
+        calls["step"][f"{LIMIT}, {prefetch}"] = partial(limit.step, prefetch)
+    return {what: at_threads(of_kind, effort) for what, of_kind in calls.items()}
+
+
+def at_threads(calls: Mapping[str, Callable[[], Any]], effort: Effort) -> Timings:
+    """Time calls with each number of threads. The loops that touch the rows become one, the fastest."""
+    timings = {}
+    for number in THREADS:
+        with threads(number):
+            timings[number] = with_one_limit(measure(calls, effort))
     return timings
 
 
@@ -149,77 +135,44 @@ def with_one_limit(times: Mapping[str, Timing]) -> dict[str, Timing]:
 
 
 def bars_of(number: int, case: Case, timings: dict[str, Timings]) -> list[Bar]:
-    forward, step = timings["forward"][2], timings["step"][2]
-    ours_forward, ours_step = forward[MeshRec.name].median, step[MeshRec.name].median
-    best = min(forward[name].median for name in (Fbgemm.name, Torch.name) if name in forward)
+    forward, step = ({name: t.median for name, t in timings[what][2].items()} for what in ("forward", "step"))
+    ours, both = MeshRec.name, f"{number} forward + update"
     bars = []
     if Fbgemm.name in step:
-        bars.append(
-            Bar(
-                name=f"{number} forward + update vs FBGEMM",
-                figure=step[Fbgemm.name].median / ours_step,
-                asked=case.step_vs_fbgemm,
-                ceiling=step[Fbgemm.name].median / step[LIMIT].median,
-            )
-        )
-    faster = "the faster of FBGEMM and torch" if Fbgemm.name in forward else "torch"
-    bars.append(
-        Bar(
-            name=f"{number} forward vs {faster}",
-            figure=best / ours_forward,
-            asked=case.forward_vs_best,
-            ceiling=best / forward[LIMIT].median,
-        )
-    )
+        figure, ceiling = (step[Fbgemm.name] / step[name] for name in (ours, LIMIT))
+        bars.append(Bar(f"{both} vs FBGEMM", figure, case.step_vs_fbgemm, ceiling=ceiling))
+    best = min(forward[name] for name in (Fbgemm.name, Torch.name) if name in forward)
+    peers = "the faster of FBGEMM and torch" if Fbgemm.name in forward else "torch"
+    figure, ceiling = (best / forward[name] for name in (ours, LIMIT))
+    bars.append(Bar(f"{number} forward vs {peers}", figure, case.forward_vs_best, ceiling=ceiling))
     if case.near_limit:
-        for what, times in (("forward", forward), ("forward + update", step)):
-            ratio = times[MeshRec.name].median / times[LIMIT].median
-            bars.append(
-                Bar(name=f"{number} {what} over the memory limit", figure=ratio, asked=1.5, at_most=True)
-            )
-    alone = timings["step"][1]
-    bars.append(
-        Bar(
-            name=f"{number} forward + update, 2 threads over 1",
-            figure=alone[MeshRec.name].median / ours_step,
-            asked=1.7,
-            ceiling=alone[LIMIT].median / step[LIMIT].median,
-        )
-    )
+        for what, times in ((f"{number} forward", forward), (both, step)):
+            bars.append(Bar(f"{what} over the memory limit", times[ours] / times[LIMIT], 1.5, at_most=True))
+    figure, ceiling = (timings["step"][1][name].median / step[name] for name in (ours, LIMIT))
+    bars.append(Bar(f"{both}, 2 threads over 1", figure, 1.7, ceiling=ceiling))
     return bars
 
 
 def report(timings: dict[str, Timings]) -> str:
     rows = []
     for what, label in (("forward", "forward"), ("step", "forward + update")):
-        one, two = (timings[what][threads] for threads in THREADS)
+        one, two = (timings[what][number] for number in THREADS)
         for name in one:
-            cells = [f"{one[name].median:.2f}", f"{one[name].min:.2f}", f"{two[name].median:.2f}"]
-            scaling = one[name].median / two[name].median
-            rows.append([f"{label}: {name}", *cells, f"{two[name].min:.2f}", f"{scaling:.2f}x"])
+            cells = [f"{ms:.2f}" for ms in (*one[name], *two[name])]
+            rows.append([f"{label}: {name}", *cells, f"{one[name].median / two[name].median:.2f}x"])
     return table(["ms per call", "1 thread", "min", "2 threads", "min", "scaling"], rows)
 
 
-def run(effort: Effort, numbers: Sequence[int] = tuple(CASES), *, tiny: bool = False) -> Result:
+def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
     """Verify and time the cases. ``tiny`` shrinks them, which only shows that the benchmark works."""
     figures: list[dict[str, Any]] = []
     bars: list[Bar] = []
-    for number in numbers:
+    for number in map(int, selected([str(number) for number in CASES], only)):
         case = CASES[number]
         shape = replace(case.shape, num_rows=1000, batch=64) if tiny else case.shape
         print(f"case {number}: {shape}", flush=True)
         timings = time_case(Lookups(shape), effort)
         print(report(timings), end="\n\n", flush=True)
-        figures.append({"case": number, **asdict(shape), "ms": as_dicts(timings)})
+        figures.append({"case": number, **asdict(shape), "ms": timings})
         bars += bars_of(number, case, timings)
     return Result(figures, bars)
-
-
-def as_dicts(timings: dict[str, Timings]) -> dict[str, Any]:
-    return {
-        what: {
-            str(threads): {name: each._asdict() for name, each in times.items()}
-            for threads, times in by.items()
-        }
-        for what, by in timings.items()
-    }

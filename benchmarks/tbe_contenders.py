@@ -8,16 +8,19 @@ import importlib.util
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from benchmarks.harness import configs
 
 LR, EPS = 0.02, 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Shape: ``num_tables`` tables of ``num_rows`` x ``dim``, and ``batch`` samples with ``bag`` IDs in each
+    """``num_tables`` tables of ``num_rows`` x ``dim``, and ``batch`` samples with ``bag`` IDs in each
     table.
     """
 
@@ -35,32 +38,47 @@ class Shape:
 
 
 class Lookups:
-    """One batch, table by table: ids_N (N = num_tables * batch * bag), offsets and an output gradient."""
+    """One batch, table by table: ids_N (N = num_tables * batch * bag), offsets and an output gradient.
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    Args:
+        shape: the tables and the batch.
+        seed: seed of the IDs.
+        device: device of the batch and of the tables.
+        sgd: whether the tables are trained with SGD; else with row-wise Adagrad.
+    """
+
+    def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu", *, sgd: bool = False) -> None:
+        self.shape, self.device, self.sgd = shape, torch.device(device), sgd
         num_ids = shape.num_tables * shape.batch * shape.bag
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         if shape.zipf:
             import numpy
 
-            drawn = numpy.random.default_rng(0).zipf(shape.zipf, size=num_ids) % shape.num_rows
+            drawn = numpy.random.default_rng(seed).zipf(shape.zipf, size=num_ids) % shape.num_rows
             self.ids = torch.from_numpy(drawn).to(torch.int64)
         else:
             self.ids = torch.randint(0, shape.num_rows, (num_ids,), generator=generator)
-        self.offsets = torch.arange(shape.num_tables * shape.batch + 1) * shape.bag
-        self.grad = torch.randn(shape.batch, shape.num_tables * shape.dim, generator=generator)
+        self.ids = self.ids.to(device)
+        self.offsets = torch.arange(shape.num_tables * shape.batch + 1, device=device) * shape.bag
+        self.grad = torch.randn(shape.batch, shape.num_tables * shape.dim, generator=generator).to(device)
 
     @cached_property
     def ids_per_table(self) -> list[Tensor]:
         return list(self.ids.chunk(self.shape.num_tables))
 
+    @torch.no_grad()
     def fill(self, weights: list[Tensor]) -> None:
-        """Return the initial values, the same for every contender."""
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for weight in weights:
-                weight.uniform_(-0.1, 0.1, generator=generator)
+        """Write the initial values, the same for every contender."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        for weight in weights:
+            weight.uniform_(-0.1, 0.1, generator=generator)
+
+    def features(self) -> Any:
+        """Return the IDs as a new KeyedJaggedTensor."""
+        import meshrec
+
+        keys = [f"f{t}" for t in range(self.shape.num_tables)]
+        return meshrec.KeyedJaggedTensor(keys, self.ids, offsets=self.offsets)
 
 
 class Contender(abc.ABC):
@@ -70,11 +88,14 @@ class Contender(abc.ABC):
     weights: list[Tensor]
     rowwise = True  # whether ``step`` is RowWiseAdagrad; else Adagrad, where the library has no other
 
+    def __init__(self, lookups: Lookups) -> None:
+        self.lookups = lookups
+
     @abc.abstractmethod
     def forward(self) -> Tensor: ...
 
-    @abc.abstractmethod
-    def step(self) -> None: ...
+    def step(self) -> None:
+        self.forward().backward(self.lookups.grad)
 
 
 class MeshRec(Contender):
@@ -83,35 +104,21 @@ class MeshRec(Contender):
     name = "meshrec"
 
     def __init__(self, lookups: Lookups) -> None:
+        super().__init__(lookups)
         import meshrec
-        from meshrec.optim import RowWiseAdagrad
+        from meshrec.optim import SGD, RowWiseAdagrad
 
         shape = lookups.shape
-        self._lookups = lookups
-        self._keys = [f"f{t}" for t in range(shape.num_tables)]
-        tables = [
-            meshrec.EmbeddingBagConfig(
-                name=f"t{t}",
-                embedding_dim=shape.dim,
-                num_embeddings=shape.num_rows,
-                feature_names=[f"f{t}"],
-            )
-            for t in range(shape.num_tables)
-        ]
-        collection = meshrec.EmbeddingBagCollection(tables=tables)
-        self._module = meshrec.fuse(collection, optimizer=RowWiseAdagrad(lr=LR, eps=EPS))
+        tables = configs(shape.num_tables, shape.num_rows, shape.dim)
+        collection = meshrec.EmbeddingBagCollection(tables=tables, device=lookups.device)
+        rule = SGD(lr=LR) if lookups.sgd else RowWiseAdagrad(lr=LR, eps=EPS)
+        self._module = meshrec.fuse(collection, optimizer=rule)
         parameters = dict(self._module.named_parameters())
         self.weights = [parameters[f"embedding_bags.t{t}.weight"].data for t in range(shape.num_tables)]
         lookups.fill(self.weights)
 
     def forward(self) -> Tensor:
-        import meshrec
-
-        features = meshrec.KeyedJaggedTensor(self._keys, self._lookups.ids, offsets=self._lookups.offsets)
-        return self._module(features).values()
-
-    def step(self) -> None:
-        self.forward().backward(self._lookups.grad)
+        return self._module(self.lookups.features()).values()
 
 
 class Op(Contender):
@@ -120,6 +127,7 @@ class Op(Contender):
     name = "meshrec, ops alone"
 
     def __init__(self, lookups: Lookups) -> None:
+        super().__init__(lookups)
         import meshrec  # noqa: F401 - registers the ops
         from meshrec.optim import RowWiseAdagrad
 
@@ -149,31 +157,28 @@ class Fbgemm(Contender):
     name = "FBGEMM"
 
     def __init__(self, lookups: Lookups) -> None:
+        super().__init__(lookups)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
             from fbgemm_gpu.split_embedding_configs import EmbOptimType
-            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 
-        shape = lookups.shape
-        self._lookups = lookups
-        table = (shape.num_rows, shape.dim, EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+        shape, on_gpu = lookups.shape, lookups.device.type == "cuda"
+        location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+        compute = training.ComputeDevice.CUDA if on_gpu else training.ComputeDevice.CPU
         self._module = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [table] * shape.num_tables,
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            [(shape.num_rows, shape.dim, location, compute)] * shape.num_tables,
+            optimizer=EmbOptimType.EXACT_SGD if lookups.sgd else EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=LR,
             eps=EPS,
-            pooling_mode=PoolingMode.SUM,
-            device=torch.device("cpu"),
+            device=lookups.device,
         )
         self.weights = self._module.split_embedding_weights()
         lookups.fill(self.weights)
 
     def forward(self) -> Tensor:
-        return self._module(self._lookups.ids, self._lookups.offsets)
-
-    def step(self) -> None:
-        self.forward().backward(self._lookups.grad)
+        return self._module(self.lookups.ids, self.lookups.offsets)
 
 
 class Torch(Contender):
@@ -185,33 +190,34 @@ class Torch(Contender):
     rowwise = False
 
     def __init__(self, lookups: Lookups) -> None:
+        super().__init__(lookups)
         shape = lookups.shape
-        self._lookups = lookups
         self._offsets = lookups.offsets[: shape.batch + 1]
-        weights = [torch.empty(shape.num_rows, shape.dim) for _ in range(shape.num_tables)]
-        lookups.fill(weights)
-        bags = [
-            torch.nn.EmbeddingBag(*w.shape, mode="sum", sparse=True, include_last_offset=True, _weight=w)
-            for w in weights
+        self.weights = [
+            torch.empty(shape.num_rows, shape.dim, device=lookups.device) for _ in range(shape.num_tables)
         ]
-        self._bags = bags
-        self.weights = [bag.weight.data for bag in bags]
+        lookups.fill(self.weights)
+        self._bags = [
+            torch.nn.EmbeddingBag(*w.shape, mode="sum", sparse=True, include_last_offset=True, _weight=w)
+            for w in self.weights
+        ]
         torch.sparse.check_sparse_tensor_invariants.disable()  # the default; left unsaid, torch warns
-        self._optimizer = torch.optim.Adagrad([bag.weight for bag in bags], lr=LR, eps=EPS)
+        weights = [bag.weight for bag in self._bags]
+        self._optimizer = (
+            torch.optim.SGD(weights, lr=LR) if lookups.sgd else torch.optim.Adagrad(weights, lr=LR, eps=EPS)
+        )
 
     def forward(self) -> Tensor:
-        ids = self._lookups.ids_per_table
+        ids = self.lookups.ids_per_table
         return torch.cat([bag(each, self._offsets) for bag, each in zip(self._bags, ids, strict=True)], dim=1)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        self.forward().backward(self._lookups.grad)
+        super().step()
         self._optimizer.step()
 
 
-def contenders(lookups: Lookups) -> dict[str, Contender]:
-    """Return every installed contender, each with its own tables."""
-    classes: list[type[Contender]] = [MeshRec, Op, Torch]
-    if importlib.util.find_spec("fbgemm_gpu") is not None:
-        classes.insert(2, Fbgemm)
-    return {each.name: each(lookups) for each in classes}
+def classes() -> list[type[Contender]]:
+    """Return every installed contender."""
+    fbgemm = [Fbgemm] if importlib.util.find_spec("fbgemm_gpu") is not None else []
+    return [MeshRec, Op, *fbgemm, Torch]

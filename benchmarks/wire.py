@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bar, Effort, Result, measure, table
+from benchmarks.harness import Bar, Effort, Result, measure, table, threads
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
@@ -18,23 +18,16 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     keep_freed_memory()
     # Pieces that the allocator keeps the memory of, and together four times as large as a cache of 32 MiB.
     pieces = torch.randn(4, 1 << (10 if tiny else 17), 64).unbind()
-    threads, found, bars = torch.get_num_threads(), {}, []
-    for number in sorted({1, threads}):
-        torch.set_num_threads(number)
-        speeds = _kernel_speeds(pieces, effort)
-        torch.set_num_threads(threads)
-        found[number] = speeds
+    found, bars = {}, []
+    for number in sorted({1, torch.get_num_threads()}):
+        with threads(number):
+            speeds = found[number] = _kernel_speeds(pieces, effort)
         of_copy = {name: speed / speeds["copy"] for name, speed in speeds.items()}
         rows = [[name, f"{speeds[name]:.1f}", f"{share:.2f}x"] for name, share in of_copy.items()]
         print(table([f"kernel, {number} threads", "GB/s", "of a copy"], rows))
-        bars += [
-            Bar(
-                name=f"{way} int8, {number} threads, bytes per second over a copy",
-                figure=of_copy[f"{way} int8"],
-                asked=0.8,
-            )
-            for way in ("encode", "decode")
-        ]
+        for name in ("encode int8", "decode int8"):
+            text = f"{name}, {number} threads, bytes per second over a copy"
+            bars.append(Bar(text, of_copy[name], 0.8))
     return Result(found, bars)
 
 

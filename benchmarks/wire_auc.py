@@ -64,25 +64,13 @@ def _run(folder: Path, *, tiny: bool) -> Result:
             more = [own["entropy"] - exact["entropy"] for own, exact in pairs]
             aucs = [own["auc"] for own in found]
             spread = statistics.stdev(aucs) if len(aucs) > 1 else 0.0
-            rows.append(
-                [
-                    wire,
-                    f"{statistics.mean(aucs):.5f}",
-                    f"{spread:.5f}",
-                    f"{statistics.mean(lost):+.5f}",
-                    f"{min(lost):+.5f} to {max(lost):+.5f}",
-                    f"{statistics.mean(more):+.5f}",
-                ]
-            )
+            means = statistics.mean(aucs), spread, statistics.mean(lost), statistics.mean(more)
+            auc, spread_text, loss, entropy = (f"{mean:+.5f}" for mean in means)
+            by_seed = f"{min(lost):+.5f} to {max(lost):+.5f}"
+            rows.append([wire, auc.lstrip("+"), spread_text.lstrip("+"), loss, by_seed, entropy])
             if wire == "int8/bf16":
-                bars.append(
-                    Bar(
-                        name=f"{recipe}, int8/bf16, AUC lost, mean of {len(found)} seeds, over 0.0005",
-                        figure=abs(statistics.mean(lost)) / 5e-4,
-                        asked=1.0,
-                        at_most=True,
-                    )
-                )
+                text = f"{recipe}, int8/bf16, AUC lost, mean of {len(found)} seeds, over 0.0005"
+                bars.append(Bar(text, abs(statistics.mean(lost)) / 5e-4, 1.0, at_most=True))
         header = [recipe, "AUC", "spread of seeds", "lost", "by seed", "entropy more"]
         print(table(header, rows), end="\n\n", flush=True)
     return Result(figures, bars)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,24 +7,29 @@ from benchmarks import nbit as bench
 from benchmarks.harness import Effort
 from benchmarks.memory_limit import LineLimit
 
+SHAPE = replace(bench.SHAPE, num_tables=2, num_rows=50, batch=8, bag=3)
+
 
 def test_bars_of_tiny_tables() -> None:
-    shape = bench.Shape(num_tables=2, num_rows=50, batch=8, bag=3)
-    lookups, model = bench.Lookups(shape), bench.our_model(shape)
-    timings = bench.time_kind(
-        "int4", [lookups, bench.Lookups(shape, 1)], model, Effort(rounds=1, calls=1, warm_ups=0)
-    )
+    batches = [bench.batch_of(SHAPE, seed) for seed in range(2)]
+    effort = Effort(rounds=1, calls=1, warm_ups=0)
+    timings = bench.time_kind("int4", batches, bench.our_model(SHAPE), effort)
     assert set(timings) == {1, 2}
-    names = [bar.name for bar in bench.bars_of("int4", timings, hot=False)]
+    names = [bar.name for bar in bench.bars_of("int4", timings)]
     assert "int4, 1 threads, over the memory limit" in names
 
 
 def test_wrong_results_are_seen() -> None:
-    shape = bench.Shape(num_tables=1, num_rows=50, batch=8, bag=3)
-    lookups = bench.Lookups(shape)
-    rows = [torch.rand(50, 64).half()]
+    rows = [bench.our_model(SHAPE).embedding_bags[f"t{t}"].weight.detach() for t in range(2)]
+    from meshrec.ops import nbit
+
     with pytest.raises(AssertionError):
-        bench.verify({"wrong": lambda: torch.ones(8, 64)}, rows, 0, lookups)
+        bench.verify(
+            {"wrong": lambda: torch.ones(8, 128)},
+            [nbit.quantize(each, 8) for each in rows],
+            8,
+            bench.batch_of(SHAPE),
+        )
 
 
 def test_the_limit_reads_every_line_of_a_row() -> None:
