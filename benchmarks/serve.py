@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.harness import Bar, Effort, Result, configs, table, threads
 from benchmarks.serve_load import Outcome, closed, http, open_loop
-from meshrec.durable import sha256_of
+from meshrec.durable import sha256_of, write_digests
 from meshrec.export import Predictor, export
 from meshrec.export.manifest import MANIFEST, WEIGHTS
 from meshrec.models.dlrm import DLRM
@@ -270,6 +270,7 @@ def _with_other_weights(package: Path, folder: Path) -> Path:
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["sha256"][WEIGHTS] = sha256_of(folder / WEIGHTS)
     (folder / MANIFEST).write_text(json.dumps(manifest))
+    write_digests(folder)
     return folder
 
 
