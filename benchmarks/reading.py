@@ -1,129 +1,137 @@
-"""Throughput of one core that reads Criteo-shaped Parquet, beside the DLRM step that consumes the samples.
+"""Rows per second from Parquet to batches on one core, beside plain scans of the same columns.
 
-The reader is measured in CPU seconds of the process, with decompression and hashing. Samples are compared
-with those that were written before anything is timed.
+The columns are shaped like the MovieLens ratings of `make demo`, and IDs come from fitted vocabularies. The
+batches are verified first. The demo itself, trained by two ranks, shows how many samples a model consumes.
 """
 
+import importlib.util
+import os
+import re
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from benchmarks.clicks_model import Shape
 from benchmarks.harness import Bar, Effort, Result, measure, table, threads
-from meshrec import EmbeddingBagCollection, fuse
-from meshrec.data import Batch, Dataset, parquet
-from meshrec.data.features import Features, Hashed, Integer, Label, Number
-from meshrec.models import DLRM, DLRMTrain
-from meshrec.optim import RowWiseAdagrad
+from meshrec.data import Dataset, parquet
+from meshrec.data.features import Features, Label, Number, Vocabulary
 
-
-@dataclass(frozen=True, kw_only=True)
-class Written(Shape):
-    """The model of the step benchmark, and the number of samples in the files."""
-
-    samples: int = 131_072
-    row_group: int = 32_768
-
-
-TINY = Written(
-    num_tables=4, num_rows=100, batch=32, dim=8, bottom=(16, 8), top=(16, 1), samples=256, row_group=100
-)
+SCAN, DEMO = "pyarrow's scan", "the demo, 2 ranks"
+_BATCH = 1024
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Write, verify, time and compare with the bar."""
-    shape = TINY if tiny else Written()
+    """Write, verify, time and compare with the bars."""
+    num_rows = 5_000 if tiny else 2_000_000
     with threads(1), tempfile.TemporaryDirectory() as folder:
-        written = write(Path(folder) / "part.parquet", shape)
-        readers = {
-            "lists of ids": load(folder, shape, hashed=False),
-            "lists, hashed": load(folder, shape, hashed=True),
-        }
-        verify(readers["lists of ids"], written, shape)
-        rates = {
-            name: max(read(dataset, shape) for _ in range(1 + effort.rounds // 3))
-            for name, dataset in readers.items()
-        }
-        step = measure({"step": training_step(readers["lists of ids"], shape)}, effort)["step"]
-    consumed = 1e3 * shape.batch / step.median
-    rows = [[name, f"{rate:,.0f}", f"{rate / consumed:.1f}x"] for name, rate in rates.items()]
-    rows.append(["the DLRM step, one thread", f"{consumed:,.0f}", "1.0x"])
-    print(table(["one core", "samples/s", ""], rows))
-    figures = {"samples_per_second": rates, "step_samples_per_second": consumed}
-    return Result(figures, [Bar("reading against the step", min(rates.values()) / consumed, 3.0)])
+        path = Path(folder) / "ratings.parquet"
+        schema = features().fit([write(path, num_rows)])
+        dataset = parquet(train=path, schema=schema)
+        verify(dataset, pq.read_table(path))
+        contenders = {"meshrec": lambda: read(dataset), **scans(str(path), schema.columns())}
+        times = measure(contenders, Effort(rounds=effort.rounds, calls=1, warm_ups=1))
+    rates = {name: 1e3 * num_rows / timing.min for name, timing in times.items()}
+    if not tiny:
+        rates[DEMO] = demo_rate()
+    rows = [[name, f"{rate:,.0f}", f"{rate / rates[SCAN]:.2f}x"] for name, rate in rates.items()]
+    print(table(["one core", "rows/s", ""], rows))
+    bars = [Bar(name="reading over pyarrow's scan", figure=rates["meshrec"] / rates[SCAN], asked=0.7)]
+    if not tiny:
+        bars.append(Bar(name="reading over the demo", figure=rates["meshrec"] / rates[DEMO], asked=3.0))
+    return Result({"rows_per_second": rates}, bars)
 
 
-def write(path: Path, shape: Written) -> dict[str, int]:
-    """Write a file of random samples; return the sum of every ID column."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rng = np.random.default_rng(0)
-    columns: dict[str, object] = {"label": (rng.random(shape.samples) < 0.25).astype(np.float32)}
-    for number in range(shape.dense_in):
-        columns[f"I{number + 1}"] = rng.integers(0, 1000, shape.samples).astype(np.int32)
-    offsets = pa.array(np.arange(shape.samples + 1) * shape.bag, pa.int32())
-    sums = {}
-    for number in range(shape.num_tables):
-        ids = rng.integers(0, shape.num_rows, shape.samples * shape.bag)
-        sums[f"C{number + 1}"] = int(ids.sum())
-        columns[f"C{number + 1}"] = pa.ListArray.from_arrays(offsets, pa.array(ids))
-    pq.write_table(pa.table(columns), path, row_group_size=shape.row_group)
-    return sums
-
-
-def load(folder: str, shape: Written, *, hashed: bool) -> Dataset:
-    kind = Hashed if hashed else Integer
-    schema = Features(
-        labels=(Label(column="label"),),
-        features=(
-            *(Number(name=f"I{number + 1}", log=True) for number in range(shape.dense_in)),
-            *(
-                kind(name=f"C{number + 1}", num_embeddings=shape.num_rows, average_length=float(shape.bag))
-                for number in range(shape.num_tables)
-            ),
-        ),
+def features() -> Features:
+    names = ("user", "movie", "device", "year", "genres")
+    history = Vocabulary(name="history", table="movie", sequence=True, max_length=20)
+    return Features(
+        labels=(Label(column="liked"),),
+        features=(Number(name="age"), *(Vocabulary(name=name) for name in names), history),
     )
-    return parquet(train=folder, schema=schema)
 
 
-def verify(dataset: Dataset, written: dict[str, int], shape: Written) -> None:
-    """Check that every ID was read once."""
-    read = dict.fromkeys(written, 0)
-    num = 0
-    for batch in dataset.train.batches(shape.batch):
-        num += len(batch)
-        for key, jagged in batch.sparse.to_dict().items():
-            read[key] += int(jagged.values().sum())
-    if read != written or num != shape.samples:
-        raise AssertionError(f"read {num} samples with sums {read}, written {shape.samples} with {written}")
+def write(path: Path, num_rows: int) -> pa.Table:
+    """Write a file of random ratings, and return its rows. Values follow Zipf's law."""
+    rng = np.random.default_rng(0)
+
+    def drawn(size: int, num: int, *, text: bool = False) -> pa.Array:
+        """Draw ``num`` of ``size`` values."""
+        shares = np.cumsum(1 / np.arange(1, size + 1))
+        values = pa.array(rng.permutation(size)[np.searchsorted(shares / shares[-1], rng.random(num))])
+        return pa.array([f"value {number}" for number in range(size)]).take(values) if text else values
+
+    def lists(lengths: Any, size: int, *, text: bool = False) -> pa.Array:
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        return pa.ListArray.from_arrays(offsets, drawn(size, int(lengths.sum()), text=text))
+
+    columns = {
+        "liked": pa.array((rng.random(num_rows) < 0.4).astype(np.float32)),
+        "age": pa.array(rng.random(num_rows).astype(np.float32)),
+        "user": drawn(50_000, num_rows),
+        "movie": drawn(20_000, num_rows),
+        "device": drawn(20, num_rows, text=True),
+        "year": drawn(90, num_rows),
+        "genres": lists(rng.integers(1, 5, num_rows), 20, text=True),
+        "history": lists(rng.integers(0, 21, num_rows), 20_000),
+    }
+    ratings = pa.table(columns)
+    pq.write_table(ratings, path, row_group_size=32_768)
+    return ratings
 
 
-def read(dataset: Dataset, shape: Written) -> float:
-    """Return the samples per CPU second of one epoch."""
-    start = time.process_time()
-    num = sum(len(batch) for batch in dataset.train.batches(shape.batch))
-    return num / (time.process_time() - start)
+def verify(dataset: Dataset, ratings: pa.Table) -> None:
+    """Check that every value was read once: the most frequent value of a vocabulary has the lowest ID."""
+    batches = [batch.sparse.to_dict() for batch in dataset.train.batches(_BATCH)]
+    for name in ("user", "device", "genres"):
+        values = ratings[name].combine_chunks()
+        counts = pc.value_counts(values.flatten() if pa.types.is_list(values.type) else values)
+        expected = np.sort(counts.field("counts").to_numpy())[::-1]
+        # Rows 0 and 1 of a table are for values that are missing or not in the vocabulary.
+        ids = np.concatenate([batch[name].values().numpy() for batch in batches])
+        found = np.bincount(ids, minlength=2 + len(expected))
+        if found.tolist() != [0, 0, *expected.tolist()]:
+            raise AssertionError(
+                f"read {found.sum()} values of {name} with the counts {found}, not {expected}"
+            )
 
 
-def training_step(dataset: Dataset, shape: Written) -> Callable[[], None]:
-    torch.manual_seed(0)
-    collection = EmbeddingBagCollection(tables=dataset.tables(shape.dim))
-    model = DLRM(collection, shape.dense_in, shape.bottom, shape.top)
-    train = DLRMTrain(fuse(model, optimizer=RowWiseAdagrad(lr=0.02)))
-    dense = [parameter for name, parameter in train.named_parameters() if "embedding_bags" not in name]
-    optimizer = torch.optim.Adagrad(dense, lr=0.02)
-    batch: Batch = next(iter(dataset.train.batches(shape.batch)))
+def read(dataset: Dataset) -> int:
+    return sum(len(batch) for batch in dataset.train.batches(_BATCH))
 
-    def step() -> None:
-        optimizer.zero_grad()
-        loss, _ = train(batch)
-        loss.backward()
-        optimizer.step()
 
-    return step
+def scans(path: str, columns: list[str]) -> dict[str, Callable[[], Any]]:
+    """Return functions that read the columns without converting them, on one thread."""
+    arms: dict[str, Callable[[], Any]] = {
+        SCAN: lambda: [*pq.ParquetFile(path).iter_batches(32_768, columns=columns, use_threads=False)]
+    }
+    if importlib.util.find_spec("polars"):
+        os.environ["POLARS_MAX_THREADS"] = "1"  # read when polars is imported
+        import polars
+
+        arms["polars"] = lambda: polars.read_parquet(path, columns=columns)
+    if importlib.util.find_spec("duckdb"):
+        import duckdb
+
+        connection = duckdb.connect(config={"threads": 1})
+        query = f"SELECT {', '.join(columns)} FROM '{path}'"
+        arms["DuckDB"] = lambda: connection.sql(query).to_arrow_table()
+    return arms
+
+
+def demo_rate() -> float:
+    """Train the recipe of the demo by two ranks, and return its samples per second."""
+    with tempfile.TemporaryDirectory() as runs:
+        command = ["-m", "meshrec", "train", "movielens_dlrm", "--nproc", "2", "--no-checkpoints", "--quiet"]
+        process = subprocess.run(
+            [sys.executable, *command, "--runs", runs], capture_output=True, text=True, check=True
+        )
+    match = re.search(r"([\d,]+) samples/s while training", process.stdout)
+    assert match, process.stdout
+    return float(match[1].replace(",", ""))
