@@ -45,6 +45,8 @@ accept some by chance.
 """
 _MAX_COLUMNS = 10
 """Number of columns of which all pairs are tried. The number of pairs grows quadratically."""
+_MAX_PAIRS = 3
+"""Maximum number of proposed pairs."""
 
 
 def with_useful_crosses(
@@ -138,7 +140,7 @@ class Gain(NamedTuple):
     """Whether the gain is large enough, and larger than chance."""
 
 
-def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) -> list[tuple[str, str, float]]:
+def best_crosses(codes: dict[str, Codes], labels: Vector) -> list[tuple[str, str, float]]:
     """Return the column pairs whose cross predicts the label significantly better than the two columns alone.
 
     Tries only pairs of the ``_MAX_COLUMNS`` columns that predict the label best by themselves.
@@ -146,11 +148,10 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
     Args:
         codes: by column name, an integer per row that stands for the value, from 0, int64 [n].
         labels: 0 or 1 per row, [n].
-        max_pairs: maximum pairs.
 
     Returns:
         A tuple per pair with the names of both columns, and the share of the log loss that the cross saves.
-        The pair with the largest share is first.
+        The pair with the largest share is first, and there are at most three pairs.
     """
     # Every column alone, compared with a constant.
     single_gains = {name: gain([], column, labels).share for name, column in codes.items()}
@@ -161,7 +162,7 @@ def best_crosses(codes: dict[str, Codes], labels: Vector, max_pairs: int = 3) ->
         result = gain([codes[first], codes[second]], cross, labels)
         if result.is_significant:
             pairs.append((first, second, result.share))
-    return sorted(pairs, key=lambda pair: -pair[2])[:max_pairs]
+    return sorted(pairs, key=lambda pair: -pair[2])[:_MAX_PAIRS]
 
 
 def ranges_gain(values: Vector, labels: Vector) -> Gain:

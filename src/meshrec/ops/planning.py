@@ -20,6 +20,8 @@ Ints = npt.NDArray[np.int64]
 # kPhases in csrc/planner/plan_state.h: the kernel keeps rank loads in a fixed-size array.
 MAX_PHASES = 8
 """Maximum phase count (K)."""
+# Final temperature, relative to the mean load per rank.
+_END_TEMPERATURE = 3e-4
 
 
 class AnnealProblem(NamedTuple):
@@ -95,7 +97,6 @@ def anneal(
     max_work: int,
     seconds: float,
     start_temperature: float = 0.3,
-    end_temperature: float = 3e-4,
     placement_share: float = 1.0,
     exponent: int = 4,
     seed: int = 0,
@@ -115,7 +116,6 @@ def anneal(
         max_work: limit for ``Annealed.work``, the number of times the load of a rank is computed.
         seconds: time limit.
         start_temperature: initial temperature, relative to the mean load per rank.
-        end_temperature: final temperature, relative to the mean load per rank.
         placement_share: maximum share of the work for moves that consider all ranks, to place or split a
             table again. The other moves shift a single shard or exchange two.
         exponent: initial exponent of the norm that smooths the maximum over ranks, a power of two up to 64.
@@ -135,7 +135,7 @@ def anneal(
         max_work,
         seconds,
         start_temperature,
-        end_temperature,
+        _END_TEMPERATURE,
         placement_share,
         exponent,
         seed,

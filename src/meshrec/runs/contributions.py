@@ -43,7 +43,6 @@ def contributions(
     *,
     background: Any = None,
     num_orders: int = 32,
-    seed: int = 0,
     step: int | None = None,
     last: bool = False,
     tell: Callable[[str], None] | None = None,
@@ -58,7 +57,6 @@ def contributions(
         background: rows to compare with, as a table or paths; None: the run's training data. Only the first
             10,000 rows are used.
         num_orders: number of random column orders per row, m. The error falls with 1 / sqrt(m).
-        seed: seed for the random orders and background rows.
         step: checkpoint step to load; None: the run's reported weights.
         last: whether to load the last checkpoint instead; see ``meshrec.checkpoint.find_checkpoint``.
         tell: called at most once, with a message with the estimated duration if it exceeds ten seconds.
@@ -100,7 +98,7 @@ def contributions(
         # A column per class; a single column without classes.
         return logits.reshape(len(logits), -1)
 
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     result = np.empty((len(rows), len(names) + 2))
     start = time.monotonic()
     for number in range(len(rows)):

@@ -40,7 +40,6 @@ def evaluate_scorer(
     by: Sequence[str] = (),
     group: str | None = None,
     draws: int = 0,
-    seed: int = 0,
 ) -> EvaluationResult | None:
     """Score labelled data with a model, and compute metrics. Collective.
 
@@ -50,7 +49,6 @@ def evaluate_scorer(
         by: data columns; metrics are also computed for every value in such a column (a slice).
         group: data column, such as the user ID, by which the grouped AUC (GAUC) groups samples.
         draws: number of bootstrap resamples; 0: no confidence intervals.
-        seed: bootstrap seed.
 
     Returns:
         The result on rank 0, and None on all other ranks.
@@ -97,9 +95,9 @@ def evaluate_scorer(
             slices[name] = _slice_metrics(whole, values, value_indices)
     intervals = {}
     if draws and isinstance(loss, NextItem):
-        intervals = rank_intervals(*loss.metric_inputs(*outputs), ks=loss.ks, num=draws, seed=seed)
+        intervals = rank_intervals(*loss.metric_inputs(*outputs), ks=loss.ks, num=draws)
     elif draws:
-        intervals = bootstrap_intervals(*outputs, num=draws, seed=seed)
+        intervals = bootstrap_intervals(*outputs, num=draws)
     return EvaluationResult(metrics, intervals, slices, int(whole.logits_B.isnan().sum()))
 
 
