@@ -88,7 +88,8 @@ def as_programs(script: Path, arguments: list[list[str]]) -> list[tuple[int | No
     request = json.dumps([str(script), arguments, list(map(str, errors))])
     command = [sys.executable, "-c", PROGRAMS, request]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    codes = map(int, done.stdout.split())
+    # torch 2.10 prints lines of its own before.
+    codes = map(int, done.stdout.splitlines()[-1].split())
     return [(code, path.read_text()) for code, path in zip(codes, errors, strict=True)]
 
 

@@ -7,6 +7,7 @@ import torch
 import meshrec
 from meshrec import DataType
 from meshrec.export import compile_anew, export
+from meshrec.export.package import why_not_compiled
 from meshrec.models.dlrm import DLRM
 from meshrec.quant import quantize
 
@@ -35,6 +36,13 @@ def torchs_own_warnings():
 
 
 @pytest.fixture(scope="session")
+def needs_compiled():
+    """Skip the test where no programs are compiled, with the reason."""
+    if (reason := why_not_compiled()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
 def uncompiled(model, made_once):
     options = {"features": FEATURES, "num_dense": NUM_DENSE, "about": {"step": 7}}
 
@@ -46,7 +54,7 @@ def uncompiled(model, made_once):
 
 
 @pytest.fixture(scope="session")
-def package(uncompiled, made_once):
+def package(uncompiled, made_once, needs_compiled):
     """Compiled anew, where ``small_package`` is compiled as it is exported."""
 
     def make(folder):

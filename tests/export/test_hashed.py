@@ -42,7 +42,7 @@ def folder(uncompiled, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def compiled(uncompiled, made_once):
+def compiled(uncompiled, made_once, needs_compiled):
     """Compiled anew from a package that has no compiled program."""
 
     def make(folder):

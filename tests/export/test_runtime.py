@@ -55,6 +55,7 @@ def test_cpp_gives_the_bits_of_python(program, package, requests, batch):
     assert torch.equal(scores, Predictor(package)(*request))
 
 
+@pytest.mark.usefixtures("needs_compiled")
 def test_cpp_gives_the_bits_of_python_for_quantised_tables(program, small_package, requests):
     request = requests(300)
     done = call(program, small_package, input=lines_of(*request), check=True)

@@ -248,7 +248,19 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
     Returns:
         None if the program was compiled, otherwise the reason why that is not possible here.
     """
-    # Programs that torch 2.10 compiles pass wrong tensors to custom operators. 2.13 and 2.15 are tested.
+    why_not = why_not_compiled()
+    if why_not is not None:
+        return why_not
+    with warnings.catch_warnings():
+        # Inductor uses a deprecated tree spec class.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        torch._inductor.aoti_compile_and_package(export_program, package_path=str(target))
+    return None
+
+
+def why_not_compiled() -> str | None:
+    """Return the reason why `compile_program` compiles no program here, or None if it does."""
+    # Programs that torch 2.10 compiles pass wrong tensors to custom operators. 2.13 to 2.15 are tested.
     if torch.__version__.startswith("2.10."):
         return f"torch {torch.__version__} compiles custom operators wrongly; install torch 2.13 or later"
     compiler = os.environ.get("CXX") or "g++"
@@ -256,10 +268,6 @@ def compile_program(export_program: "torch.export.ExportedProgram", target: Path
         return f"no C++ compiler: {compiler!r} is not installed; set CXX"
     if " " in torch.__file__:  # inductor splits compiler commands at spaces
         return f"torch cannot compile from a folder with a space in its path: {Path(torch.__file__).parent}"
-    with warnings.catch_warnings():
-        # Inductor uses a deprecated tree spec class.
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
-        torch._inductor.aoti_compile_and_package(export_program, package_path=str(target))
     return None
 
 

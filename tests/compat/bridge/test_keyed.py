@@ -207,8 +207,8 @@ def test_a_wrapper_without_parameters_steps_nothing_and_says_so(pass_params_dict
 
 def test_init_state_of_a_wrapper_creates_state_and_zero_gradients():
     weight = torch.nn.Parameter(torch.ones(2, 3))
-    wrapper = keyed.KeyedOptimizerWrapper({"w": weight}, lambda params: torch.optim.Adagrad(params, lr=0.1))
-    wrapper.state.clear()
+    wrapper = keyed.KeyedOptimizerWrapper({"w": weight}, lambda params: torch.optim.Adam(params, lr=0.1))
+    assert not wrapper.state_dict()["state"]
     wrapper.init_state()
     assert list(wrapper.state_dict()["state"]) == ["w"]
     assert torch.equal(weight.grad, torch.zeros(2, 3))
