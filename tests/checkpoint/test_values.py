@@ -71,6 +71,31 @@ def test_sets_may_hold_several_types():
     assert there_and_back(value) == value
 
 
+def test_frozensets_come_back_as_frozensets():
+    value = {
+        "sets": {frozenset({1}), (frozenset(), 2)},
+        "keys": {frozenset({"a", 3}): frozenset()},
+        "s": set(),
+    }
+    back = there_and_back(value)
+    assert back == value
+    assert type(back["keys"][frozenset({"a", 3})]) is frozenset
+    assert type(back["s"]) is set
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}, r"x\.a\.b"),
+        ({1: torch.tensor(1), "1": torch.tensor(2)}, r"x\.1"),
+        ({"a": {torch.tensor(1), torch.tensor(2)}}, r"x\.a"),
+    ],
+)
+def test_no_tensor_takes_the_name_of_another(value, name):
+    with pytest.raises(ValueError, match=name):
+        encode(value, "x", {})
+
+
 def test_other_things_are_named():
     with pytest.raises(ValueError, match=r"x\.a"):
         encode({"a": {torch.tensor(1): 2}}, "x", {})

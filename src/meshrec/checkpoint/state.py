@@ -543,10 +543,10 @@ def _fill_targets(
                 {n: v if n in names_loaded_by_id else filled.get(f"{entry}.{n}", v) for n, v in values}
             )
             return
-        now = dict(tensors)
+        now: dict[str, Tensor] = {}
         if kind == _OPTIMIZER:
             encode(dict(target.state_dict()), entry, now)  # hashed tables have new state after the load
-        target.load_state_dict(decode(content, now.__getitem__))
+        target.load_state_dict(decode(content, (tensors | now).__getitem__))
 
     return tensors, finish, current_content
 

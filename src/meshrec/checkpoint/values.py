@@ -1,9 +1,9 @@
 """Encode the plain values in a training state as JSON without loss. Decoding cannot execute code.
 
 JSON has neither tuples nor sets, and only string keys. A tuple is therefore encoded as
-``{"__tuple__": [...]}``, a set as ``{"__set__": [...]}``, and a dict with other keys as
-``{"__items__": [[key, value], ...]}``. A tensor is stored elsewhere, and encoded by name:
-``{"__tensor__": "model.weight"}``.
+``{"__tuple__": [...]}``, a set as ``{"__set__": [...]}``, a frozenset as ``{"__frozenset__": [...]}``, and a
+dict with other keys as ``{"__items__": [[key, value], ...]}``. A tensor is stored elsewhere, and encoded by
+name: ``{"__tensor__": "model.weight"}``.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-_TYPE_TAGS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
+_TYPE_TAGS = ("__tuple__", "__set__", "__frozenset__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -28,13 +28,18 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         Value of JSON types only. Tensors are replaced by their names.
 
     Raises:
-        ValueError: the type of a value is not supported; the message names the position.
+        ValueError: the type of a value is not supported, or two tensors would get the same name. The message
+            names the position.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy floats, IntEnum) are stored as their base type.
         return value if type(value) in (type(None), bool, int, float, str) else _to_builtin(value)
     if isinstance(value, Tensor):
-        tensors[name] = value
+        if tensors.setdefault(name, value) is not value:
+            raise ValueError(
+                f"two tensors of the state are called {name}: they are in a set, or their keys join to one "
+                "name, such as 'a.b' and 'b' in 'a'. Rename a key, or use a list."
+            )
         return {"__tensor__": name}
     if isinstance(value, list):
         return [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
@@ -42,7 +47,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"__tuple__": [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, set | frozenset):
         # Sets have no order. Sorting makes equal states have equal manifests.
-        return {"__set__": sorted((encode(item, name, tensors) for item in value), key=json.dumps)}
+        tag = "__set__" if isinstance(value, set) else "__frozenset__"
+        return {tag: sorted((encode(item, name, tensors) for item in value), key=json.dumps)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, name, tensors)
     raise ValueError(
@@ -83,6 +89,8 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tuple(items)
     if mark == "__set__":
         return set(items)
+    if mark == "__frozenset__":
+        return frozenset(items)
     if not all(isinstance(item, list) and len(item) == 2 for item in items):
         raise ValueError(f"{mark} holds something other than pairs")
     pairs = {_hashable_key(key): item for key, item in items}
