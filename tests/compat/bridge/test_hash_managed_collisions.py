@@ -98,6 +98,24 @@ def test_ids_without_a_row_are_left_out_where_that_is_asked():
     assert readonly["t_readonly"].values().tolist() == []
 
 
+def test_dropped_ids_take_their_weights_along():
+    tables = [
+        EmbeddingBagConfig(num_embeddings=4, embedding_dim=4, name=name, feature_names=[name])
+        for name in "tu"
+    ]
+    modules = {"t": module(4, disable_fallback=True), "u": module(4)}
+    features = KeyedJaggedTensor(
+        ["u", "t"],
+        torch.tensor([8, 11, 12, 13, 14, 15, 16]),
+        lengths=torch.tensor([0, 1, 4, 2]),
+        weights=torch.tensor([8.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+    )
+    remapped = ManagedCollisionCollection(modules, tables)(features)
+    assert remapped.lengths().tolist() == [4, 0, 0, 1]
+    assert remapped["t"].weights().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert remapped["u"].weights().tolist() == [8.0]
+
+
 def test_a_collection_trains_behind_it(clock):
     tables = [EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["a", "b"])]
     collision = ManagedCollisionCollection({"t": module(10, BY_FEATURE, by_feature=[1, 2])}, tables)

@@ -178,6 +178,12 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
             remapped[name] = JaggedTensor(values=rows[hits], lengths=lengths, weights=weights)
         return remapped
 
+    def is_kept(self, features: Jagged) -> Tensor | None:
+        """Return whether `remap` keeps each ID, bool [n]. None without ``disable_fallback``."""
+        if not self._disable_fallback:
+            return None
+        return torch.cat([self._index.find(bags.values().long()) >= 0 for bags in features.values()])
+
     def _train(self, ids: Tensor, feature: JaggedTensor) -> None:
         """Assign rows to new IDs, and renew the expiry hours of all IDs with a row.
 

@@ -98,6 +98,13 @@ class ManagedCollisionModule(nn.Module, ABC):
             mutate_miss_lengths: whether bags get shorter if the module drops IDs without a row.
         """
 
+    def is_kept(self, features: Jagged) -> Tensor | None:
+        """Return whether `remap` keeps each ID, bool [n], over all features. None: it keeps all IDs.
+
+        A module whose `remap` drops IDs must override this method. It is called after `remap`.
+        """
+        return None
+
     @abstractmethod
     def evict(self) -> Tensor | None:
         """Return the rows evicted since the last call; None if there are none."""
@@ -440,7 +447,22 @@ class ManagedCollisionCollection(nn.Module):
             self._managed_collision_modules[table](bags[index], mutate_miss_lengths)
             for index, table in enumerate(tables)
         ]
-        return joined_tables(features, self._feature_names, remapped)
+        joined = joined_tables(features, self._feature_names, remapped)
+        modules = dict(self._modules_by_table())
+        masks = [modules[table].is_kept(bags[index]) for index, table in enumerate(tables)]
+        if all(mask is None for mask in masks) or joined.weights_or_none() is None:
+            return joined
+        # The modules do not see the weights of IDs, so those of dropped IDs are removed here.
+        is_kept = [
+            torch.ones(len(bags[index][table].values()), dtype=torch.bool) if mask is None else mask
+            for index, (table, mask) in enumerate(zip(tables, masks, strict=True))
+        ]
+        return KeyedJaggedTensor(
+            keys=joined.keys(),
+            values=joined.values(),
+            lengths=joined.lengths(),
+            weights=joined.weights()[torch.cat(is_kept)],
+        )
 
     def evict(self) -> dict[str, Tensor | None]:
         """Return the rows evicted since the last call, by table."""
