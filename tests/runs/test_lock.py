@@ -54,6 +54,13 @@ def test_the_second_start_is_told_who_holds_the_run(tmp_path, holding):
     assert f"stop it (kill {other.pid}), or take another --name" in str(told.value)
 
 
+def test_a_damaged_lock_file_still_says_that_the_folder_is_in_use(tmp_path, holding):
+    holding("start")
+    (tmp_path / ".lock").write_bytes(b'\xff{"pid": 1}')
+    with pytest.raises(ValueError, match="in use: process, not known yet"):
+        RunLock(RunFolder(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["start", "rank"])
 def test_a_lock_of_a_dead_process_does_not_block(tmp_path, holding, kind):
     other = holding(kind)

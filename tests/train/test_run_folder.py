@@ -85,8 +85,8 @@ def test_metrics_survive_a_cut_and_a_return(tmp_path):
     assert folder.metrics() == []
     for step in (1, 2, 3):
         folder.append_metrics({"step": step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "\xff": 1}\n{"step": 4, "lo')
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     for kind in ("validation", "test"):

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import meshrec
+from meshrec.planner.measured import read_phases
 from meshrec.runs.report import phase_times
 from meshrec.train import DenseOptimizer, Placement, Trainer, join
 from meshrec.train.observers import Stepped
 from meshrec.train.recipes import synthetic_clicks
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.steps import PhaseTimes
 
 
 def weights_after(recipe, ranks) -> dict[str, torch.Tensor]:
@@ -110,6 +112,37 @@ def test_a_run_says_what_its_pipeline_hides(ranks, small, tmp_path):
         assert "ids" in rank["hidden"]
         assert rank["hidden"].keys() < rank["phases"].keys()
         assert min(rank["hidden"].values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("every", "hidden", "waiting"),
+    [
+        (1, [2, 4, 6], [3, 5, 7]),
+        (2, [2, 4, 6], [3, 5, 7]),
+        (3, [2, 5], [3, 6]),
+        (4, [3, 7], [4]),
+    ],
+)
+def test_phases_are_recorded_in_pairs_of_steps_of_a_pipeline(every, hidden, waiting, tmp_path):
+    folder = RunFolder(tmp_path)
+    times = PhaseTimes(every, folder, join("cpu"), is_pipelined=True)
+    for step in range(7):
+        with times.recording(step):
+            pass
+    times.write()
+    for path, expected in ((folder.phases, hidden), (folder.whole_phases, waiting)):
+        assert [time.step for time in read_phases(path)] == expected
+
+
+def test_without_a_pipeline_every_step_may_be_recorded(tmp_path):
+    folder = RunFolder(tmp_path)
+    times = PhaseTimes(1, folder, join("cpu"), is_pipelined=False)
+    for step in range(3):
+        with times.recording(step):
+            pass
+    times.write()
+    assert [time.step for time in read_phases(folder.phases)] == [1, 2, 3]
+    assert not folder.whole_phases.exists()
 
 
 def test_clipping_bounds_the_update(plain):

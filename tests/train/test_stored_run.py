@@ -6,6 +6,7 @@ from meshrec.checkpoint.stored import ObjectStore
 from meshrec.cli.train import main
 from meshrec.runs.host_folder import LAUNCH_VARIABLE
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.stored_run import find_launched_run
 
 RECIPE = "tests/train/small.py:small"
 
@@ -31,6 +32,17 @@ def test_a_run_moves_to_another_host(tmp_path, monkeypatch):
     steps = [line["step"] for line in moved.metrics() if line["kind"] == "train"]
     assert steps[0] == 5
     assert steps[-1] == 10
+
+
+def test_the_run_of_a_launch_is_found_behind_damaged_files(tmp_path):
+    store = ObjectStore(f"file://{tmp_path}")
+    files = {"a": b'\xff{"id": "x"}', "b": b"{", "c": b"[]", "d": b'{"id": "x"}', "e": b'{"id": "y"}'}
+    for name, content in files.items():
+        path = tmp_path / name / "run" / "launch.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    assert find_launched_run("x", "launch.json", store) == "d"
+    assert find_launched_run("z", "launch.json", store) is None
 
 
 def test_deltas_need_a_folder(tmp_path):

@@ -195,11 +195,11 @@ def _write_holder(descriptor: int, value: Any) -> None:
 def _read_holder(path: Path) -> dict[str, Any]:
     """Return the description of the process holding a lock, such as ``{"pid": 7, "host": "node1"}``.
 
-    The result is empty if that process has not written it yet.
+    The result is empty if that process has not written it yet, or if the file is damaged.
     """
     try:
         content = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # ValueError: not JSON, or not UTF-8
         return {}
     # The file of a rank has only the process ID.
     return content if isinstance(content, dict) else {"pid": content, "host": socket.gethostname()}

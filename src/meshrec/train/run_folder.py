@@ -239,7 +239,7 @@ class RunFolder:
     def remove_lines_after(self, step: int, *, evaluated: bool) -> None:
         """Remove metrics and phase times of steps after ``step``, which a resumed run will record again.
 
-        Truncated lines are removed as well.
+        Truncated and damaged lines are removed as well.
 
         Args:
             step: the step from which training continues.
@@ -257,11 +257,11 @@ class RunFolder:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the values in a JSON lines file, without truncated lines; empty if the file does not exist."""
+    """Return the values in a JSON lines file, without damaged lines; empty if the file does not exist."""
     lines = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):  # not JSON, or not UTF-8
                 lines.append(json.loads(line))
     return lines
 

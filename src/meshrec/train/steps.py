@@ -123,7 +123,7 @@ class PhaseTimes:
     recorded as well. The difference between both steps is the time that the overlap hides.
 
     Args:
-        every: steps between recordings; 0: nothing is recorded.
+        every: steps between recordings, at least 2 if exchanges overlap; 0: nothing is recorded.
         folder: run folder; None: nothing is recorded.
         ranks: the ranks, which all record the same steps.
         is_pipelined: whether exchanges overlap with computation.
@@ -143,10 +143,15 @@ class PhaseTimes:
         Args:
             step: number of finished steps.
         """
-        every = self._every
+        # A pipelined run needs two steps, so with `every` = 1 they alternate.
+        every = max(self._every, 2) if self._is_pipelined else self._every
         # Record in the middle of every interval, because the first steps of a run also allocate memory.
-        offset = step % every - every // 2 if every and self._folder is not None else -1
-        if offset != 0 and not (offset == 1 and self._is_pipelined):
+        first = every // 2
+        if not self._every or self._folder is None or step < first:
+            yield
+            return
+        offset = (step - first) % every
+        if offset > self._is_pipelined:
             yield
             return
         with record_phases(device=self._ranks.device, overlap=offset == 0) as seconds:

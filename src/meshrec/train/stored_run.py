@@ -80,6 +80,6 @@ def _read_launch_id(store: ObjectStore, name: str) -> str | None:
     """Return the launch ID in a stored file, or None if the file is damaged or does not have one."""
     try:
         entry = json.loads(store.read(name)).get("id")
-    except (json.JSONDecodeError, AttributeError):
+    except (ValueError, AttributeError):  # not JSON, not UTF-8, or not an object
         return None
     return None if entry is None else str(entry)
