@@ -7,6 +7,7 @@ from torch import nn
 
 import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
+from meshrec.export import package as package_module
 from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
 from meshrec.export.package import compile_program, why_not_compiled
@@ -382,3 +383,13 @@ def test_torch_that_compiles_wrongly_is_not_used(monkeypatch, tmp_path):
     why_not = compile_program(None, tmp_path / "program.pt2")
     assert "2.10.0+cpu" in why_not
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_is_compiled_only_if_all_programs_are(model, tmp_path, monkeypatch, caplog):
+    outcomes = iter(["no compiler", None])
+    monkeypatch.setattr(package_module, "compile_program", lambda *_: next(outcomes))
+    with torchs_own_warnings():
+        folder = export(model, tmp_path / "p", features=FEATURES, num_dense=NUM_DENSE, shared=SHARED)
+        assert not Predictor(folder).is_compiled
+    assert json.loads((folder / "manifest.json").read_text())["compiled"] is False
+    assert "no compiler" in caplog.text

@@ -151,6 +151,8 @@ def export(
             kinds = [(COMPILED, EXPORTED, ())] + (
                 [(SHARED, SHARED_EXPORTED, tuple(shared))] if shared else []
             )
+            # Why not all programs are compiled; None: they are.
+            why_not = None if compile else "compile=False"
             # The second program, if there is one, takes the shared inputs once for many samples.
             for compiled_name, exported_name, given_once in kinds:
                 program = Program(model, list(state), features, scores, given_once)
@@ -163,9 +165,8 @@ def export(
                     shared=given_once,
                     growing=[name in real for name in state],
                 )
-                why_not = (
-                    compile_program(exported_program, parts / compiled_name) if compile else "compile=False"
-                )
+                if why_not is None:
+                    why_not = compile_program(exported_program, parts / compiled_name)
                 exported_program._example_inputs = None  # they include the weights
                 torch.export.save(
                     exported_program, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
