@@ -411,16 +411,16 @@ def last_ids(items: JaggedTensor) -> Tensor:
 
 
 class _SampleBlock(NamedTuple):
-    """Block of consecutive samples in a batch. All samples in a block are scored together.
+    """Block of B consecutive samples in a batch, which are scored together.
 
-    Sample indices in a block start at 0.
+    All fields except ``rows`` count samples from the start of the block.
 
     Attributes:
-        rows: Indices of the block's samples in the batch.
+        rows: Slice that selects the block's samples from the batch.
         query_BD: Queries of the block's samples.
-        sample_B: Indices of the samples in the block: 0, 1, ...
-        seen: Sample indices and item IDs of the pairs with the score -inf, in which the user has seen the
-            item. None: no pair gets this score.
+        sample_B: 0, 1, ..., B - 1.
+        seen: Pairs of a sample and an item that its user has seen, which get the score -inf. The first tensor
+            has the sample indices, and the second the item IDs. None: no item is masked.
         new_users: Samples without a history, and the item scores for them. None: all samples are scored by
             queries.
         repeated: How items in the samples' histories are scored. None: like all other items.

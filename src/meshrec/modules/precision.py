@@ -75,7 +75,11 @@ def as_activations(input: Tensor) -> Tensor:
 
 
 def bf16_copy(weight: Tensor) -> Tensor:
-    """Return a detached bf16 copy of an fp32 parameter, shared by all calls in `cast_weights_once`."""
+    """Return a detached bf16 copy of an fp32 parameter.
+
+    Inside `cast_weights_once`, the copy is reused until the parameter changes. Inference tensors are copied
+    in every call.
+    """
     copies = _copies.get()
     if copies is None or weight.is_inference():  # inference tensors have no version counter
         return weight.detach().to(torch.bfloat16)

@@ -126,7 +126,9 @@ def compare(plan: PlannedShardingPlan, times: Sequence[PhaseTime]) -> list[Compa
 
 
 def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
-    """Return the median seconds over steps by phase, on the rank with the largest median.
+    """Return the duration of every phase on its slowest rank, in seconds, by phase name.
+
+    The duration on a rank is the median over steps. The slowest rank may differ between phases.
 
     Raises:
         ValueError: `times` is empty.

@@ -315,12 +315,12 @@ def _run_worker(
         models: package folders by model name.
         options: server options.
         listener: listening socket.
-        parent_link: connection to the other workers.
+        parent_link: connection to the other workers, through the parent process.
         num_workers: worker count.
-        changes: change to repeat by model name, as a pair of the action and the last delta to apply. Only
-            changes which succeeded in all workers are repeated.
-        ends: the parent's ends of all pipes, which the worker inherits and closes. A worker detects a killed
-            parent when its pipe has no other end, so no worker may keep such an end open.
+        changes: last load or unload per model, which this worker repeats. Values are the fields of a
+            `ModelChange`. Contains only changes that succeeded in all workers.
+        ends: the parent's ends of all pipes, inherited through the fork. The worker closes them. Otherwise
+            workers would get no EOF on their pipes, by which they detect a killed parent.
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)

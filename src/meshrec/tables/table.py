@@ -60,7 +60,7 @@ class RowPart(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """Some rows of a table, with all or some of their columns and parts."""
+    """Rows of a table, with all or some columns and row parts (weights, optimizer state)."""
 
     keys: range | Tensor
     """Row keys, ascending: a range if they are consecutive, otherwise int64 [n]."""

@@ -176,7 +176,10 @@ class TensorBoardObserver:
             self._make = SummaryWriter
 
     def __call__(self, event: Event) -> None:
-        """Write an event's metrics as scalars named ``train/NAME``, ``validation/NAME`` or ``test/NAME``."""
+        """Write the event's float metrics as scalars ``train/NAME``, ``validation/NAME`` or ``test/NAME``.
+
+        `Started` opens the event file, and `Finished` closes it.
+        """
         if isinstance(event, Started) and self._make is not None:
             # Hides the points which an earlier start has written after the step from which this one
             # continues.

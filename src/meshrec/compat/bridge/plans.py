@@ -31,7 +31,7 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 def is_error(mode: Any) -> bool:
-    """Return whether a mode raises an error for IDs outside the table, as MeshRec's collections do."""
+    """Return whether a `BoundsCheckMode` raises an error for invalid IDs, which is MeshRec's default."""
     return mode in (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
 

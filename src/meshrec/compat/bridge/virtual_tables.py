@@ -92,7 +92,7 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def eviction(self) -> Eviction | None:
-        """``TTL`` policy with the same time to live; None if it is 0."""
+        """``TTL`` policy with a time to live of ``eviction_ttl_mins`` minutes; None if the setting is 0."""
         return TTL(seconds=60 * self.eviction_ttl_mins) if self.eviction_ttl_mins else None
 
 

@@ -70,7 +70,7 @@ def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
         wide: return int64 instead of int32.
 
     Raises:
-        ValueError: the message has another number of IDs.
+        ValueError: the message is too short or too long for the ID counts, or a bit width is above 63.
     """
     parts, position = [], 0
     for count in counts:

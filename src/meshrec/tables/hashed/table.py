@@ -435,12 +435,13 @@ class HashedTable:
         self._write_new_rows(slots, self.keys_at(slots), fills)
 
     def _write_new_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
-        """Write initial rows, optimizer state and policy values to slots, and grow the memory if necessary.
+        """Write initial rows, optimizer state and policy values to slots. Grows the memory if necessary.
 
         Args:
             slots: pending slots, int64 [N].
             keys: key per slot, int64 [N].
-            fills: queue for some of the writes.
+            fills: queue for optimizer state and policy values in slots that are already in memory. Weights,
+                keys and rows in a file are written at once.
         """
         if len(slots) == 0:
             return
