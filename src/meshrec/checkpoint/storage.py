@@ -63,9 +63,10 @@ class Writer(StorageWriter):
     Attributes:
         snapshot: forked process, set by `write_data`. None without ``background``, or if this rank writes
             nothing.
-        written: written files by rank. Set on rank 0 by `finish`, or with ``background`` from the notes.
-        items: by rank, DCP's indices (name and offset) for the written pieces, in file order. Set on rank 0
-            by `prepare_global_plan`.
+        written: written data file by rank. Set on rank 0 by `finish`. With ``background``, set on rank 0 by
+            ``PendingSave`` instead, from the completion notes.
+        items: ``items[rank]`` lists DCP's indices (tensor name and offset) for the pieces in the rank's file,
+            in file order. Set on rank 0 by `prepare_global_plan`.
         metadata: DCP's metadata by tensor name. Set on rank 0 by `finish`.
     """
 

@@ -457,10 +457,11 @@ def _report(
 
 
 class _Digests:
-    """Content digests for log files, cached in ``sources.json``.
+    """Digests for log files, cached in ``sources.json``.
 
-    A digest is computed again only if the size, modification time, status change time or inode of the file
-    has changed.
+    For a local file, the digest is a hash of the content. It is computed again only if the file's size,
+    modification time, status change time or inode has changed. For a file in a store such as S3, the digest
+    covers URI, size and modification time.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -127,7 +127,8 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
 
     Args:
         data: all ratings.
-        ids: IDs for all ratings by key, for mean lengths.
+        ids: for every feature, the list of IDs per rating. The function reads the mean list lengths and the
+            largest year ID from it.
     """
     num_movies = len(data.years_M)
     return (

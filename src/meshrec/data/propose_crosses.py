@@ -260,5 +260,6 @@ def _pair_codes(first: Codes, second: Codes) -> Codes:
 
 
 def _logit(share: float) -> float:
+    """Return the log-odds of a fraction, clamped to [1e-6, 1 - 1e-6] so that the result is finite."""
     share = min(max(float(share), 1e-6), 1 - 1e-6)
     return float(np.log(share / (1 - share)))

@@ -211,9 +211,15 @@ def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
-    """Return a plan with all tables, which spreads bytes evenly over ranks; it may exceed `cap` bytes.
+    """Construct a plan that spreads bytes evenly over ranks. Tables with large pieces are placed first.
 
-    Tables with large pieces are placed first. Loads in `in_bytes` are bytes.
+    Args:
+        in_bytes: planning problem whose loads are bytes instead of seconds.
+        candidates_Y: candidates to try, per table type.
+        cap: estimate for the fullest rank's bytes. It scales the objective and is not a limit.
+
+    Returns:
+        Plan with all tables. Its fullest rank may have more than `cap` bytes.
     """
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]

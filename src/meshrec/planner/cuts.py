@@ -84,9 +84,9 @@ class Rounding:
         """Return the most violated cut of every phase that has a violated cut.
 
         Args:
-            share_C: tables per candidate in the relaxation.
+            share_C: fractional number of tables that use a candidate at the relaxation's optimum.
             upper_K: upper limits on T, the slowest rank's load, and thereby on every rank's load.
-            admitted_C: whether to include a candidate.
+            admitted_C: mask of the candidates that plans may use.
         """
         cuts = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
@@ -216,15 +216,15 @@ class LargestPieces:
         self._num_types = int(problem.type_C[-1]) + 1
 
     def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the cuts that the relaxation's optimum violates. They are valid for plans with T >= lower.
+        """Return the cuts that the relaxation's optimum violates.
 
-        A phase may give a cut per table type, and a cut for all types together.
+        Every phase has at most one cut per table type, and at most one cut for all types together.
 
         Args:
-            share_C: tables per candidate in the relaxation.
-            slowest_K: T, the slowest rank's load per phase, in the relaxation.
-            lower_K: lower limits on T in the box.
-            admitted_C: whether to include a candidate.
+            share_C: fractional number of tables that use a candidate at the relaxation's optimum.
+            slowest_K: T, the slowest rank's load per phase, at the relaxation's optimum.
+            lower_K: lower limit on T per phase. The cuts are valid for all plans with T >= lower_K.
+            admitted_C: mask of the candidates that plans may use.
         """
         admitted = np.flatnonzero(admitted_C)
         type_C, part_C = self._type_C[admitted], share_C[admitted] / self._tables_C[admitted]

@@ -120,10 +120,9 @@ _TWRW = ShardingType.TABLE_ROW_WISE
 
 
 def _column_splits(columns: int, min_partition: int) -> list[tuple[int, ...]]:
-    """Return the column widths for every useful number of column parts, from 2 on.
+    """Return the part widths for every split of the columns into 2 to `_MAX_COLUMN_PARTS` parts.
 
-    A split is left out if some part would have fewer than `min_partition` columns. The number of parts is
-    limited, too.
+    A split is left out if a part would have fewer than `min_partition` columns.
     """
     most = min(columns // min_partition, _MAX_COLUMN_PARTS)
     splits = [column_widths(columns, parts) for parts in range(2, most + 1)]

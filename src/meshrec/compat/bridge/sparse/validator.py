@@ -14,10 +14,15 @@ _logger = logging.getLogger("torchrec.sparse.jagged_tensor_validator")
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig] | None = None
 ) -> bool:
-    """Validate bags, keys and weights; with ``configs``, also the IDs.
+    """Validate lengths, offsets, keys and weights. With ``configs``, also validate the IDs.
+
+    Args:
+        kjt: bags to validate.
+        configs: tables that the features read. Features without a table are not validated. None: IDs are
+            not validated.
 
     Returns:
-        Whether all IDs are within their tables. A warning names features with other IDs.
+        False if a feature has an ID outside its table; a warning names every such feature.
 
     Raises:
         ValueError: lengths, offsets, keys or weights are inconsistent.
@@ -120,7 +125,7 @@ def _warn_of_strides(kjt: KeyedJaggedTensor, num_bags: int) -> None:
 
 
 def _are_rows(kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) -> bool:
-    """Return whether all IDs are within their tables. Log the features with other IDs."""
+    """Return whether every ID is a row of its feature's table. Log the features for which this fails."""
     num_rows: Mapping[str, int] = {
         name: config.num_embeddings for config in configs for name in config.feature_names
     }
