@@ -34,17 +34,19 @@ class RowChecks(NamedTuple):
     """Handles damage."""
 
     def require(self, good: Bools, column: str, problem: str, *, is_allowed: bool = False) -> None:
-        """Mark the rows that fail a check as invalid, or raise DataError.
+        """Report the rows that fail a check to ``faults``, and mark them in ``valid`` as invalid.
 
         Args:
-            good: whether a row passes, [n].
-            column: checked column.
-            problem: predicate of the message, such as "is null"; the row is its subject.
-            is_allowed: failing rows are omitted by configuration, and are not damage.
+            good: whether a row passes the check, [n].
+            column: column to which the check applies.
+            problem: end of the message "row 3 ...", such as "is null".
+            is_allowed: whether the configuration omits failing rows, so they are not damage.
+
+        Raises:
+            DataError: rows are damaged, and ``faults`` does not skip damaged rows.
         """
-        # The message stays a template: `Faults.check` fills in the row.
         name, first_row, file = self.origin
-        # `Faults.check` replaces the row.
+        # `Faults.check` replaces ``{row}`` with the number of the first failing row.
         message = f"{name}, column {column!r}: row {{row}} {problem}"
         self.faults.check(self.valid, good, message, first_row, file, is_allowed=is_allowed)
 

@@ -139,7 +139,10 @@ def opened(file: File) -> Any:
 
 
 def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
-    """Return the files that a local path of a file, folder or pattern stands for."""
+    """Return the files that a local path stands for. It may be a file, a folder or a glob pattern.
+
+    In a folder, only the first entry of ``patterns`` that matches any file is used.
+    """
     path = Path(location)
     if path.is_dir():
         return [*_match_first_pattern(_files_in(path), lambda file: file.name, patterns)]
@@ -166,7 +169,10 @@ def _stored_in(filesystem: Any, folder: str) -> list[Any]:
 
 
 def _expand_uri(address: str | Path, patterns: Sequence[str]) -> list[File]:
-    """Return the URIs of the files that a URI of a file, folder or pattern stands for."""
+    """Return the URIs of the files that a URI stands for. It may name a file, a folder or a glob pattern.
+
+    In a folder, only the first entry of ``patterns`` that matches any file is used.
+    """
     plain, question, options = str(address).partition("?")
     try:
         filesystem, path = pa_fs.FileSystem.from_uri(str(address))

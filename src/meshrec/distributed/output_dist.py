@@ -494,9 +494,10 @@ def _piece_tensor(
 
 
 def bag_arguments(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return the op arguments which describe bags: offsets, segments, key count, and the key of every use.
+    """Return the op arguments ``offsets``, ``segments``, ``num_keys`` and ``keys``, as in `SourceIds`.
 
-    For None, return empty arguments, with which ops do not divide by bag lengths.
+    If ``source`` is None, return empty arguments. Pass these to pooling ops that do not divide by bag
+    lengths.
     """
     if source is None:
         return None, None, 0, []

@@ -275,8 +275,9 @@ def compile_plan(
         tables: tables in the module. Uses are numbered in table order, then in feature order.
         plan: the module's plan.
         num_ranks: shard axis size.
-        whole_rows: tables whose updates need sums over whole rows, by number. In such a table, any two
-            rectangles get either the same rows or disjoint rows, so that ranks can match their partial sums.
+        whole_rows: numbers of the tables whose updates need sums over all columns of a row. Their rectangles
+            are cut so that any two have either the same rows or disjoint rows. Column shards then have
+            partial sums for the same rows, which ranks can add up.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]

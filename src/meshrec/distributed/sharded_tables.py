@@ -353,7 +353,7 @@ class ShardedTables:
 
         Args:
             batch: the batch.
-            link: result of ``look_up``.
+            link: result of ``look_up``, which connects both calls in the autograd graph.
 
         Returns:
             Pooled embeddings, fp32 [B, D], or a row per ID, fp32, flat.

@@ -244,9 +244,9 @@ class SplitTensor(DTensor):
         return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """Return the pieces which this rank can write, as DCP requires before saving.
+        """Return a write item for each rectangle on this rank. DCP calls this to plan a save.
 
-        Pieces with the same offsets are listed once.
+        Rectangles with the same offsets share a write item.
         """
         items: dict[tuple[int, ...], WriteItem] = {}
         for chunk, part in zip(self.__create_chunk_list__(), self.local._parts, strict=True):
@@ -258,7 +258,7 @@ class SplitTensor(DTensor):
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the pieces which this rank must read, as DCP requires before loading: all its rectangles."""
+        """Return the offset and size of each rectangle on this rank. DCP reads these chunks on load."""
         return [
             ChunkStorageMetadata(torch.Size(offset), part.shape)
             for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)

@@ -117,7 +117,7 @@ class OptimizerSpec(ABC):
                 raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value!r}.")
 
     def state_slots(self) -> tuple[StateSlot, ...]:
-        """Return descriptions of the state tensors that a table needs, in the order of the kernels."""
+        """Return a description of each state tensor, in the order in which the kernels take the tensors."""
         # ``slot.initial`` names the hyperparameter with the initial value.
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)

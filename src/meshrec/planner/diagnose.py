@@ -121,12 +121,13 @@ def _row_wise(
 ) -> str | None:
     """Suggest row-wise sharding for tables whose constraints forbid it; None if no plan fits even then.
 
-    Allows it for the largest tables one by one, until a plan fits.
+    Allows row-wise sharding for the largest such table, then for the two largest, and so on, until a plan
+    fits.
 
     The arguments are those of `diagnose`, and the largest tables, in descending order.
 
     Returns:
-        The suggestion with the names of these tables.
+        Suggestion with the names of the tables whose constraints were relaxed.
     """
     changed = dict(constraints)
     names = []
@@ -151,12 +152,13 @@ def _half_precision(
 ) -> str | None:
     """Suggest fp16 weights; None if no plan fits even then.
 
-    Converts the largest tables one by one until a plan fits. If that does not suffice, converts all tables.
+    Tries fp16 weights for the largest table, then for the two largest tables, and so on, until a plan fits.
+    If no plan fits with all ``largest`` tables in fp16, tries fp16 weights for all tables.
 
     The arguments are those of `diagnose`, and the largest tables, in descending order.
 
     Returns:
-        The suggestion with the names of these tables.
+        Suggestion with the names of the converted tables, or with the words "all tables".
     """
     changed = list(tables)
     names = []

@@ -245,7 +245,7 @@ class StagePart(nn.Module):
     model.
 
     The forward method runs one of the two stage programs: "whole" looks up tables for the whole batch, and
-    "split" runs the other units on a split.
+    "split" runs all other units for a split (microbatch).
 
     Attributes:
         holds_tables: whether the stage has embedding tables.
@@ -266,11 +266,11 @@ class StagePart(nn.Module):
         """Run a stage program.
 
         Args:
-            which: "whole" or "split".
-            arguments: values that the program takes, in the order of `PartProgram.input_names`.
+            which: "whole" or "split"; see the class.
+            arguments: program inputs, in the order of `PartProgram.input_names`.
 
         Returns:
-            Tuple of values, in the order of `PartProgram.output_names`.
+            Tuple of program outputs, in the order of `PartProgram.output_names`.
         """
         # The generated code looks up submodules by name, which resolves to the modules adopted here.
         return type(self._programs[which].module).forward(self, *arguments)

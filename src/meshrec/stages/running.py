@@ -267,14 +267,15 @@ class Caller(ABC):
 
     @abstractmethod
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's program ``which``, "whole" or "split".
+        """Run one of the two stage programs.
 
         Args:
-            which: "whole" for the table lookups of the batch, "split" for the other units on a split.
-            arguments: values that the program takes, in the order of `PartProgram.input_names`.
+            which: "whole" runs the table lookups for the whole batch. "split" runs all other units for a
+                split (microbatch).
+            arguments: program inputs, in the order of `PartProgram.input_names`.
 
         Returns:
-            Values in the order of `PartProgram.output_names`.
+            Program outputs, in the order of `PartProgram.output_names`.
         """
 
     def parameters(self) -> list[nn.Parameter]:

@@ -553,16 +553,16 @@ class FileTable:
         self.stored.file.write(keys, rows, torch.arange(len(keys)))
 
     def _admit(self, missing: Tensor) -> Misses:
-        """Assign slots to keys without one, and start to write the dirty victims to the file.
+        """Assign cache slots to missing keys. Start to write the evicted dirty rows to the file.
 
         Args:
-            missing: row keys, distinct, ascending, int64.
+            missing: distinct keys of rows that are not in the cache, ascending, int64.
 
         Returns:
-            The keys with slots, whose rows must still be brought there.
+            The missing keys and the assigned slots. The caller must still read the rows into these slots.
 
         Raises:
-            ValueError: batches in flight use too many slots.
+            ValueError: the cache is too small, because batches in flight pin too many slots.
         """
         # May evict: from here on, slots found earlier may hold other rows, except the pinned ones.
         misses = self._cache.admit(missing)

@@ -146,15 +146,15 @@ class GrowingRows:
 
 
 def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
-    """Change how ``copy.deepcopy`` and ``pickle`` treat the memory tensors of a table.
+    """Make ``copy.deepcopy`` and ``pickle`` copy the whole table when they meet one of its memory tensors.
 
-    A copied tensor becomes the tensor of the same name in the copied table. Other objects in a module, such
-    as updates and lookups, hold the same tensors. After a copy of the module, they must hold the copied
-    table's tensors. A plain copy of a tensor would also duplicate the reserved memory.
+    The copy of a tensor is then the tensor of the same name in the copied table. Without this hook, each
+    tensor would be copied alone. Updates and lookups in a copied module would then not share tensors with
+    the copied table, and the copies would fill all reserved memory.
 
     Args:
-        owner: the table, with an attribute ``memory``.
-        memory: the value of this attribute, tensors by name.
+        owner: table with an attribute ``memory``.
+        memory: value of ``owner.memory``, tensors by name.
     """
     # Weak, because the tensors belong to the owner: a strong reference would be a cycle.
     reference = ref(owner)
