@@ -102,6 +102,21 @@ def test_init_state_changes_no_later_result(factory):
     assert same(params, others)
 
 
+def test_init_state_steps_no_parameter_that_has_state():
+    params = make_params()
+    optimizer = KeyedOptimizerWrapper(params, adam)
+    params["a"].grad = torch.ones_like(params["a"])
+    optimizer.step()
+    value, gradient = params["a"].detach().clone(), params["a"].grad
+    moments = copy.deepcopy(optimizer.state[params["a"]])
+    optimizer.init_state()
+    assert torch.equal(params["a"], value)
+    assert params["a"].grad is gradient
+    state = optimizer.state[params["a"]]
+    assert all(torch.equal(state[name], moments[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    assert optimizer.state[params["b"]]["step"] == 0
+
+
 def test_init_state_with_sparse_gradients():
     params = make_params()
     optimizer = KeyedOptimizerWrapper(params, lambda p: torch.optim.SparseAdam(p, lr=0.1))

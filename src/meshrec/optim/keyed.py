@@ -496,9 +496,10 @@ def create_by_step(
         names: Names of the parameters for which to create state. Parameters with state keep it.
         sparse_names: Names of parameters with sparse gradients.
     """
-    targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
-    if not targets:
+    new = [name for name in names if not optimizer.state.get(optimizer.params[name])]
+    if not new:
         return
+    targets = [optimizer.params[name] for name in new]
     # Restored below. Parameters without a gradient are skipped by the step.
     gradients = [(parameter, parameter.grad) for parameter in optimizer.params.values()]
     # Momentum and similar terms can move weights even with zero gradients.
@@ -508,7 +509,7 @@ def create_by_step(
     # torch's step updates every parameter that has a gradient, also those for which no state is requested.
     for parameter, _ in gradients:
         parameter.grad = None
-    for name in names:
+    for name in new:
         zero = torch.zeros_like(optimizer.params[name])
         # torch's sparse optimizers refuse dense gradients.
         optimizer.params[name].grad = zero.to_sparse() if name in sparse_names else zero
