@@ -14,6 +14,14 @@ def test_shares_of_bins_are_those_of_the_paper():
     assert found[:, 2].tolist() == [[0.5, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
 
 
+def test_infinite_values_are_beyond_all_bins():
+    encoding = PiecewiseLinear([(0.0, 1.0), (0.0, 1.0, 2.0), ()])
+    found = encoding(torch.tensor([[math.inf] * 3, [-math.inf] * 3]))
+    assert found[0].tolist() == [[1.0, 0.0], [1.0, 1.0], [math.inf, 0.0]]
+    assert found[1].tolist() == [[0.0, 0.0], [0.0, 0.0], [-math.inf, 0.0]]
+    assert encoding.widths.tolist() == [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
+
+
 def test_edges_rise():
     with pytest.raises(ValueError, match="number 1"):
         PiecewiseLinear([(0.0, 1.0), (1.0, 1.0)])

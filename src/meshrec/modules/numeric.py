@@ -38,7 +38,8 @@ class PiecewiseLinear(nn.Module):
     # Read by export: these buffers may be folded into a program as constants.
     constant_buffers = ("first", "scale", "low", "high")
     first: Tensor  # lower bin edge, [N, T]
-    scale: Tensor  # 1 / bin width, [N, T]; 0 for bins a feature does not have
+    # For bins a feature does not have, scale is 1 and both clamps are 0.
+    scale: Tensor  # 1 / bin width, [N, T]
     low: Tensor  # lower clamp, [N, T]: 0, or -inf for a feature without bins
     high: Tensor  # upper clamp, [N, T]: 1, or inf for a feature without bins
 
@@ -48,19 +49,21 @@ class PiecewiseLinear(nn.Module):
             if any(not before < after for before, after in itertools.pairwise(feature_edges)):
                 raise ValueError(f"the edges of number {feature} must rise, got {list(feature_edges)}.")
         self.N = len(edges)
-        # Common number of bins; features with fewer are padded with scale 0.
+        # Common number of bins; features with fewer are padded with bins clamped to 0. A scale of 0 would
+        # turn infinite values into NaN.
         self.T = max((max(1, len(feature_edges) - 1) for feature_edges in edges), default=0)
-        first, scale = torch.zeros(self.N, self.T), torch.zeros(self.N, self.T)
-        low, high = torch.zeros(self.N, self.T), torch.ones(self.N, self.T)
+        first, scale = torch.zeros(self.N, self.T), torch.ones(self.N, self.T)
+        low, high = torch.zeros(self.N, self.T), torch.zeros(self.N, self.T)
         for feature, feature_edges in enumerate(edges):
             # Identity: scale 1 and no clamping.
             if len(feature_edges) < 2:
-                scale[feature, 0], low[feature, 0], high[feature, 0] = 1.0, -math.inf, math.inf
+                low[feature, 0], high[feature, 0] = -math.inf, math.inf
                 continue
             # float64: the difference of two close edges would lose digits in fp32.
             edge_values = torch.tensor(list(feature_edges), dtype=torch.float64)
             first[feature, : len(feature_edges) - 1] = edge_values[:-1]
             scale[feature, : len(feature_edges) - 1] = 1.0 / edge_values.diff()
+            high[feature, : len(feature_edges) - 1] = 1.0
         # Not persistent, because the edges come from the configuration and not from training.
         for name, value in (("first", first), ("scale", scale), ("low", low), ("high", high)):
             self.register_buffer(name, value.to(device), persistent=False)
@@ -71,7 +74,7 @@ class PiecewiseLinear(nn.Module):
 
         A feature without bins has width 1 at entry 0. Entries for bins that a feature lacks are 0.
         """
-        return torch.where(self.scale > 0, 1.0 / self.scale, 0.0)
+        return torch.where(self.high > 0, 1.0 / self.scale, 0.0)
 
     def forward(self, values: Tensor) -> Tensor:
         """Encode values [B, N] as [B, N, T]. Entries for bins a feature does not have are 0."""
