@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -69,3 +71,6 @@ def test_refusals(scored):
         choose_precision(model, losses, max_loss=2)
     with pytest.raises(ValueError, match="validation"):
         choose_precision(model, lambda each: torch.zeros(1), max_loss=0.1)
+    for loss in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"loss is {loss}"):
+            choose_precision(model, lambda each, loss=loss: torch.full((3,), loss), max_loss=0.1)

@@ -87,7 +87,8 @@ def choose_precision(
         rounding: see ``quantize``.
 
     Raises:
-        ValueError: a budget outside (0, 1), or fewer than two samples.
+        ValueError: a budget outside (0, 1), fewer than two samples, or a mean loss that is not above 0 and
+            finite.
     """
     if not 0 < max_loss < 1:
         raise ValueError(
@@ -133,6 +134,11 @@ class _Search:
         self._before = losses(model).double()
         if self._before.numel() < 2:
             raise ValueError("there are fewer than two validation samples. Give the run validation data.")
+        if not 0 < (mean := float(self._before.mean())) < math.inf:
+            raise ValueError(
+                f"the model's mean log loss is {mean}; a relative budget needs a loss above 0. Check the "
+                "model and the validation data."
+            )
 
     def run(self) -> Choice:
         """Run the search; see the module docstring."""
