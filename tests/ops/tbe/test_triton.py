@@ -93,9 +93,9 @@ def update_call(case, optimizer, mode, seed=0, row_stats=None, row_dim=0):
     return "tbe_update", (case.gradient(), *case.lookups, case.dims, weights, state, *numbers)
 
 
-def forward_call(case):
+def forward_call(case, out_size=None):
     names = torch.tensor(list(b"table\tfeature\n" * len(case.keys)), dtype=torch.uint8)
-    return "tbe_forward", (case.weights, *case.lookups, case.out_size, torch.float32, True, names)
+    return "tbe_forward", (case.weights, *case.lookups, out_size or case.out_size, torch.float32, True, names)
 
 
 def make_calls(make_case):
@@ -128,6 +128,9 @@ def make_calls(make_case):
     nan = torch.full_like(outside.sample_weights, float("nan"))
     calls["wrong", "weight"] = forward_call(outside._replace(sample_weights=nan))
     calls["wrong", "offsets"] = forward_call(outside._replace(offsets=outside.offsets + 1))
+    # Without the check in the kernel, the rows would be written before the start of the output.
+    far = case._replace(values=torch.tensor([1, 2, 3]), offsets=torch.tensor([-(1 << 40), 0, 3]))
+    calls["wrong", "first offset"] = forward_call(far, out_size=12)
     return calls
 
 

@@ -48,7 +48,6 @@ compiled(kernels.sum_parts, ALIGN=1, PARTS=8, BLOCK=128)
 # A number that is 1 becomes a constant.
 compiled(kernels.check_offsets, BLOCK=1024, num_bags=1, num_ids=1)
 compiled(kernels.list_entries, WEIGHTED=True, BAGS=8, IDS=16, num_ids=1)
-compiled(kernels.look_up, WEIGHT=tl.float32, BITS=0, num_ids=1, **checked)
 compiled(kernels.write_run_sums, DENSE=True, ALIGN=1, RUNS=8, BLOCK=128, num_entries=1, end_of_rows=1)
 one = dict(STATS=False, ALIGN=1, RUNS=16, BLOCK=64, num_entries=1, end_of_rows=1, row_stats=None)
 adam = dict(OPTIMIZER=3, DECAY=0, STOCHASTIC=False, WEIGHT=tl.float32)

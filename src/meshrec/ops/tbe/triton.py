@@ -99,7 +99,6 @@ def look_up(
             cached_on_device(device, addresses),
             num_rows,
             *batch[:3],
-            num_ids,
             is_bad,
             out,
             WEIGHT=_triton_dtype(dtype),

@@ -109,7 +109,6 @@ def look_up(
     ids,
     offsets,
     sample_weights,
-    num_ids,
     is_bad,
     out,
     WEIGHT: tl.constexpr,
@@ -133,8 +132,7 @@ def look_up(
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
-        num_ids: N.
-        is_bad: output flag, int32 [1], written if CHECK.
+        is_bad: flag, int32 [1], used if CHECK. With 1 (invalid offsets), the kernel writes no rows.
         out: output of all lookups.
         WEIGHT: weight dtype.
         BITS: bits per code; 0 for floating-point rows.
@@ -147,9 +145,10 @@ def look_up(
     fields = lookups + tl.program_id(1) * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
         return
+    # Invalid offsets, which check_offsets has found, would lead outside the arrays.
+    if CHECK and tl.load(is_bad) > 0:
+        return
     bags, is_bag, start, end, first_id = _load_bag_ranges(fields, offsets, BAGS)
-    if CHECK:  # offsets may be invalid, too
-        start, end = tl.maximum(start, 0), tl.minimum(end, num_ids)
     table, pooling = tl.load(fields), tl.load(fields + 6)
     width, stride = tl.multiple_of(tl.load(fields + 1), ALIGN), tl.multiple_of(tl.load(fields + 5), ALIGN)
     target = out + tl.multiple_of(tl.load(fields + 4), ALIGN)
