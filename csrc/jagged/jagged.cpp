@@ -43,13 +43,14 @@ Tensor no_weights(const Tensor& like) {
 }
 
 // Computes offsets[i] = sum of lengths[0..i) for i in 0..count: sums chunks in parallel, then writes the
-// offsets in parallel.
+// offsets in parallel. Returns the sum of all lengths, which may not fit the type of the offsets.
 template <class In, class Out>
-void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
+int64_t prefix_sums(const In* lengths, int64_t count, Out* offsets) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t chunks = std::clamp<int64_t>(count / kGrainBags, 1, threads);
   const auto chunk_begin = [&](int64_t chunk) { return count * chunk / chunks; };
   std::vector<int64_t> starts(chunks + 1, 0);
+  int64_t total = 0;  // written by the last chunk
   // A single chunk starts at 0, so its sum is not needed.
   if (chunks > 1) {
     parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
@@ -69,8 +70,10 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
         sum += lengths[i];
         offsets[i + 1] = static_cast<Out>(sum);
       }
+      if (chunk == chunks - 1) total = sum;
     }
   });
+  return total;
 }
 
 Tensor lengths_to_offsets(const Tensor& lengths) {
@@ -80,7 +83,10 @@ Tensor lengths_to_offsets(const Tensor& lengths) {
   Tensor offsets = new_like(input, {count + 1});
   with_integers(input, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    prefix_sums(input.const_data_ptr<T>(), count, offsets.mutable_data_ptr<T>());
+    const int64_t total = prefix_sums(input.const_data_ptr<T>(), count, offsets.mutable_data_ptr<T>());
+    if (total != static_cast<T>(total))
+      fail("lengths_to_offsets: the lengths sum to ", total,
+           ", which int32 offsets cannot hold; pass int64 lengths");
   });
   return offsets;
 }

@@ -143,11 +143,19 @@ def test_inputs_may_be_strided(ops):
     [
         (torch.tensor([1.0]), "lengths_to_offsets.*int32.*int64"),
         (torch.ones(2, 2, dtype=torch.int64), "1 dimension.*2"),
+        (torch.tensor([2**31 - 1, 1], dtype=torch.int32), "sum to 2147483648.*int64"),
     ],
 )
 def test_offsets_errors(ops, lengths, message):
     with pytest.raises(ValueError, match=message):
         ops.lengths_to_offsets(lengths)
+
+
+@each_implementation
+def test_offsets_reach_the_end_of_their_dtype(ops):
+    lengths = torch.tensor([2**31 - 2, 1], dtype=torch.int32)
+    same(ops.lengths_to_offsets(lengths), torch.tensor([0, 2**31 - 2, 2**31 - 1], dtype=torch.int32))
+    same(ops.lengths_to_offsets(lengths.long() + 2), torch.tensor([0, 2**31, 2**31 + 3]))
 
 
 PERMUTE = {

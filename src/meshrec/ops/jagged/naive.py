@@ -27,9 +27,18 @@ def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
             (exclusive).
 
     Raises:
-        ValueError: lengths are not an integer vector.
+        ValueError: lengths are not an integer vector, or int32 lengths on the CPU have a larger sum than
+            int32 can hold.
     """
     _check_integers(lengths_B, "lengths_to_offsets: lengths")
+    # On a GPU, reading the sum would wait for the device.
+    if lengths_B.dtype == torch.int32 and lengths_B.is_cpu:
+        total = int(lengths_B.sum(dtype=torch.int64))
+        if total > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"lengths_to_offsets: the lengths sum to {total}, which int32 offsets cannot hold; pass "
+                "int64 lengths"
+            )
     # cumsum writes to a slice, which saves a concatenation.
     offsets = lengths_B.new_zeros(lengths_B.numel() + 1)
     torch.cumsum(lengths_B, 0, dtype=lengths_B.dtype, out=offsets[1:])
