@@ -1,3 +1,6 @@
+import json
+import shutil
+
 import numpy as np
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
@@ -8,11 +11,14 @@ from meshrec.cli import evaluate, export, predict
 from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.features import Features
+from meshrec.data.raw_values import RawValues
+from meshrec.export import Predictor
 from meshrec.runs import load_recipe
-from meshrec.runs.fitting import FEATURES, data_of_run, features_of
+from meshrec.runs.fitting import FEATURES, data_of_run, features_of, load_data
 from meshrec.runs.job import Job
 from meshrec.runs.worker import run_rank
-from meshrec.train import Csv, Frame, RunFolder
+from meshrec.testing import RankError
+from meshrec.train import Csv, Frame, RunFolder, join
 from meshrec.train.observers import Progressed
 from tests.train.shop import FEATURES as UNFITTED
 from tests.train.shop import shop, source, write_shop
@@ -95,8 +101,53 @@ def test_two_ranks_keep_what_one_keeps_and_tell_how_far_they_are(run, ranks):
         assert of_rank[-1] == 1
 
 
+def test_a_run_of_an_earlier_release_is_read(run, tmp_path):
+    assert "user-" not in (run.path / FEATURES).read_text()
+    old = RunFolder(tmp_path / "old")
+    shutil.copytree(run.path, old.path)
+    (old.path / "features.arrow").unlink()
+    with pytest.raises(DataError, match=r"features\.arrow"):
+        features_of(old)
+    old.write_json(FEATURES, features_of(run).to_json(), seal=True)
+    assert features_of(old) == features_of(run)
+    pq.write_table(shop(100), tmp_path / "new.parquet")
+    for name, folder in (("a", run), ("b", old)):
+        args = [str(folder.path), "--data", str(tmp_path / "new.parquet")]
+        assert predict.main([*args, "--out", str(tmp_path / f"{name}.parquet")]) == 0
+    assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
+
+
+def load_in_folders(folders):
+    ranks = join("cpu")
+    data = load_data(source(train=(str(folders[0] / "all.parquet"),)), RunFolder(folders[ranks.rank]), ranks)
+    (batch,) = data.test.batches(150)
+    return batch.sparse.values().tolist()
+
+
+def test_ranks_that_do_not_see_the_folder_receive_its_vocabularies(run, tmp_path, ranks):
+    expected = next(data_of_run(load_recipe(run).data, run).test.batches(150)).sparse.values().tolist()
+    write_shop(tmp_path)
+    (tmp_path / "other").mkdir()
+    for _ in range(2):  # fitted, and read
+        assert ranks(2).run(load_in_folders, [tmp_path, tmp_path / "other"]) == [expected] * 2
+    assert list((tmp_path / "other").iterdir()) == []
+    (tmp_path / "features.arrow").unlink()
+    with pytest.raises(RankError, match=r"features\.arrow"):
+        ranks(2).run(load_in_folders, [tmp_path, tmp_path / "other"])
+
+
 def test_a_run_is_exported_with_what_it_fitted(run, tmp_path):
     assert export.main([str(run.path), "--out", str(tmp_path / "p"), "--no-compile"]) == 0
+    request = shop(30).drop_columns(["clicked"])
+    raw = Predictor(tmp_path / "p").raw
+    assert raw is not None
+    encoded = raw.encode(request)
+    # Packages of earlier releases have the vocabularies in JSON.
+    (tmp_path / "p" / "features.arrow").unlink()
+    (tmp_path / "p" / FEATURES).write_text(json.dumps(features_of(run).to_json()))
+    old = RawValues.load(tmp_path / "p").encode(request)
+    for key, values in encoded.values.items():
+        assert old.values[key].tolist() == values.tolist()
 
 
 def test_a_column_that_changed_its_type_is_refused(run, tmp_path):

@@ -113,6 +113,8 @@ def test_a_start_that_failed_leaves_no_folder(tmp_path):
     folder.log(0).write_text("")
     folder.error(0).write_text("")
     folder.write_json("features.json", {})
+    (folder.path / "features.arrow").write_bytes(b"")
+    (folder.path / f".features.arrow.{'0' * 16}").write_bytes(b"")  # of a process that was killed
     remove_unstarted(folder)
     assert list(tmp_path.iterdir()) == []
     remove_unstarted(folder)

@@ -8,7 +8,6 @@ request has JSON values, from which `table_of` first builds Arrow columns, by th
 ``docs/rooms/serve.md`` lists these rules.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 DENSE = "dense"
 """Name of the dense values in requests, and in sets of shared features."""
 FITTED, COLUMNS = "features.json", "columns.arrow"
-"""Files in a package: the fitted features, and the Arrow schema for the request columns."""
+"""Files in a package: the fitted features, with vocabularies in ``features.arrow``, and the Arrow schema for
+the request columns."""
 _TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "integer": ("a whole number", (int,)),
     "number": ("a number", (int, float)),
@@ -172,7 +172,7 @@ class RawValues:
         """Read a conversion that `save` wrote into a folder."""
         from meshrec.data.features import Features
 
-        features = Features.from_json(json.loads((folder / FITTED).read_text(encoding="utf-8")))
+        features = Features.load(folder / FITTED)
         joins = tuple(replace(join, path=str(folder / join.path)) for join in features.joins)
         types = pa.ipc.read_schema(pa.py_buffer((folder / COLUMNS).read_bytes()))
         return RawValues(replace(features, joins=joins), types)

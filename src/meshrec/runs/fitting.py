@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 FEATURES = "features.json"
-"""File with the fitted features, inside the run folder."""
+"""File with the fitted features, inside the run folder. Vocabularies are in ``features.arrow``."""
 
 
 def load_data(
@@ -52,14 +52,45 @@ def load_data(
             features = source.fit_on_ranks(ranks.axis, tell)
 
         def save() -> Any:
-            """Store the features in the run folder, and return them as JSON types."""
-            fitted = (source.fit() if features is None else features).to_json()
+            """Store the features in the run folder, and return the content of the JSON file."""
+            fitted = source.fit() if features is None else features
+            content = fitted.write_vocabularies(folder.path / FEATURES)
             # Sealed, because changed features would silently change every prediction.
-            folder.write_json(FEATURES, fitted, seal=True)
-            return fitted
+            folder.write_json(FEATURES, content, seal=True)
+            return content
 
         saved = _of_first(ranks, save)
-    return source.dataset(Features.from_json(saved))
+    return source.dataset(_features_on_ranks(saved, folder, ranks))
+
+
+def _features_on_ranks(saved: Any, folder: RunFolder, ranks: Ranks) -> "Features":
+    """Return the features on every rank. Ranks that see the run folder map its Arrow file. Collective.
+
+    Args:
+        saved: content of the run's JSON file with the features.
+        folder: this rank's folder.
+        ranks: the ranks.
+
+    Raises:
+        Exception: rank 0 failed to read the vocabularies; raised on every rank.
+    """
+    from meshrec.data.features import Features
+    from meshrec.data.features.storage import map_vocabularies, vocabularies_in, vocabulary_file
+
+    if "vocabularies" not in saved:
+        return Features.from_json(saved)
+    path, content = folder.path / FEATURES, None
+    error: DataError | None = None
+    try:
+        content = map_vocabularies(saved["vocabularies"], path)
+    except DataError as caught:
+        error = caught
+    errors = ranks.collect(None if error is None else str(error))
+    if errors[0] is not None:
+        raise DataError(errors[0]) from error
+    # Ranks on other hosts may not see the folder.
+    received = _of_first(ranks, vocabulary_file(path).read_bytes) if any(errors) else b""
+    return Features.from_json(saved, vocabularies_in(received if content is None else content))
 
 
 def _of_first(ranks: Ranks, compute: Callable[[], Any]) -> Any:
@@ -95,7 +126,7 @@ def features_of(folder: RunFolder) -> "Features":
         raise DataError(str(error)) from error
     if saved is None:
         raise DataError(f"{folder.path} has no {FEATURES}: its features were never fitted. Train again.")
-    return Features.from_json(saved)
+    return Features.from_saved(saved, folder.path / FEATURES)
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":

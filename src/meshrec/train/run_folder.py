@@ -45,7 +45,7 @@ _KINDS = ("run", "run in a folder of the user")
 """Kinds of marks, which prove that MeshRec uses a folder. The first: MeshRec created the folder, and deletes
 it with the run. The second: the folder existed before, and was empty.
 """
-_JSON = r"(?:config|plan|summary|state|features|launch)\.json"
+_JSON = r"(?:(?:config|plan|summary|state|features|launch)\.json|features\.arrow)"
 _RECIPE_FIELDS = {"name", "data", "model"}
 """Recipe fields in ``config.json`` that every release has written."""
 FILES = re.compile(

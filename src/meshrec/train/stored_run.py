@@ -11,7 +11,8 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 _logger = logging.getLogger("meshrec")
 RUN_FILES = "run"
 """Folder in the store for a run's small files, next to the run's checkpoints."""
-_COPIED_PATTERNS = ("*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
+_VOCABULARIES = "*features.arrow"
+_COPIED_PATTERNS = (_VOCABULARIES, "*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 
 
 def upload_run(folder: Path, store: ObjectStore) -> None:
@@ -24,8 +25,11 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
         store: the run's folder for small files in the store.
     """
     try:
+        stored = store.names()
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
+            if fnmatch.fnmatch(name, _VOCABULARIES) and name in stored:
+                continue  # never changes, and may be large
             if (
                 path.is_file()
                 and not name.startswith(".")

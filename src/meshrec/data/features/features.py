@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.sketches import Counts, RowSample
+from meshrec.data.features.storage import map_vocabularies, vocabularies_in, write_vocabularies
 from meshrec.data.features.times import Times
 from meshrec.data.features.values import Kind, decoded, floats_of, is_whole, kind_of, values_of, whole
 from meshrec.data.features.vocabulary import Vocabulary
@@ -29,8 +31,9 @@ from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 ColumnFeature = Number | IdFeature
 """Any feature that reads columns: dense values, or IDs."""
 
-_VERSION = 1
-"""Version of the JSON format. Files with another version are refused."""
+_VERSION, _VERSION_WITH_FILE = 1, 2
+"""Versions of the JSON format: with vocabularies, and with vocabularies in an Arrow file. Files with another
+version are refused."""
 _KINDS = {
     kind.__name__: kind
     for kind in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)
@@ -511,42 +514,116 @@ class Features(Encoding):
         return schema
 
     def to_json(self) -> dict[str, Any]:
-        """Return labels and features as JSON types."""
+        """Return labels and features as JSON types, including all values of vocabularies."""
+        return self._with_features([to_json(feature) for feature in self.features])
+
+    def _with_features(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "version": _VERSION,
             "labels": [label.to_json() for label in self.labels],
-            "features": [to_json(feature) for feature in self.features],
+            "features": features,
             "joins": [join.to_json() for join in self.joins],
             "weight": self.weight,
         }
 
+    def write_vocabularies(self, path: str | Path) -> dict[str, Any]:
+        """Write the vocabularies to the Arrow file of a JSON file; see data/features/storage.py.
+
+        Without a vocabulary, no file is written.
+
+        Args:
+            path: path of the JSON file.
+
+        Returns:
+            The content for the JSON file, as JSON types.
+        """
+        vocabularies: dict[str, Any] = {}
+        saved = []
+        for feature in self.features:
+            if not isinstance(feature, Vocabulary) or feature.vocabulary is None:
+                saved.append(to_json(feature))
+                continue
+            # Features that share a table have the same values.
+            equal = (name for name, values in vocabularies.items() if values.equals(feature.vocabulary))
+            column = next(equal, feature.name)
+            vocabularies[column] = feature.vocabulary
+            saved.append({**to_json(replace(feature, vocabulary=None)), "vocabulary": {"column": column}})
+        others = self._with_features(saved)
+        if not vocabularies:
+            return others
+        digest = write_vocabularies(vocabularies, path)
+        return {**others, "version": _VERSION_WITH_FILE, "vocabularies": digest}
+
     @staticmethod
-    def from_json(saved: Mapping[str, Any]) -> "Features":
-        """Create features from the result of `to_json`.
+    def from_json(
+        saved: Mapping[str, Any], vocabularies: Mapping[str, Any] = MappingProxyType({})
+    ) -> "Features":
+        """Create features from the result of `to_json` or `write_vocabularies`.
+
+        Args:
+            saved: the result.
+            vocabularies: values by column of the Arrow file, if there is one.
 
         Raises:
-            ValueError: another version wrote it, or a feature type is unknown.
+            ValueError: another version wrote it, a feature type is unknown, or a vocabulary is missing.
         """
-        if saved.get("version") != _VERSION:
+        if saved.get("version") not in (_VERSION, _VERSION_WITH_FILE):
             raise ValueError(
-                f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION}. Fit "
-                "them again."
+                f"these features were saved in version {saved.get('version')!s:.100}, not {_VERSION} or "
+                f"{_VERSION_WITH_FILE}. Fit them again."
             )
+        features = []
+        for feature in saved["features"]:
+            if isinstance(feature.get("vocabulary"), dict):
+                column = feature["vocabulary"]["column"]
+                if column not in vocabularies:
+                    raise ValueError(
+                        f"the vocabulary of feature {feature['name']!r} is in column {column!r} of an Arrow "
+                        f"file, and there are the columns {list(vocabularies)}. Read the features with "
+                        "Features.load."
+                    )
+                feature = {**feature, "vocabulary": vocabularies[column]}
+            features.append(from_json(feature, _KINDS))
         return Features(
             labels=tuple(Label(**label) for label in saved["labels"]),
-            features=tuple(from_json(feature, _KINDS) for feature in saved["features"]),
+            features=tuple(features),
             joins=tuple(Join.from_json(join) for join in saved["joins"]),
             weight=saved["weight"],
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the features to a JSON file, replacing an existing file."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        """Write the features to a JSON file, and vocabularies to an Arrow file with the suffix ``.arrow``.
+
+        Existing files are replaced.
+        """
+        saved = self.write_vocabularies(path)
+        Path(path).write_text(json.dumps(saved) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> "Features":
-        """Read features from a file that `save` wrote."""
-        return Features.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read features from the files that `save` wrote. Vocabularies are mapped into memory.
+
+        Raises:
+            DataError: the Arrow file is missing or damaged.
+            ValueError: as for `from_json`.
+        """
+        return Features.from_saved(json.loads(Path(path).read_text(encoding="utf-8")), path)
+
+    @staticmethod
+    def from_saved(saved: Mapping[str, Any], path: str | Path) -> "Features":
+        """Create features from the content of a JSON file, and from its Arrow file.
+
+        Args:
+            saved: content of the JSON file.
+            path: path of the JSON file.
+
+        Raises:
+            DataError: the Arrow file is missing or damaged.
+            ValueError: as for `from_json`.
+        """
+        if "vocabularies" not in saved:
+            return Features.from_json(saved)
+        return Features.from_json(saved, vocabularies_in(map_vocabularies(saved["vocabularies"], path)))
 
 
 def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:

@@ -146,7 +146,7 @@ class Vocabulary(IdFeature):
                 f"{self._first + size:,}, and its table {self.num_embeddings:,} rows. Raise "
                 "num_embeddings or min_count, or set max_size."
             )
-        return replace(self, found=kind, vocabulary=ordered.values.slice(0, size))
+        return replace(self, found=kind, vocabulary=_widened(ordered.values.slice(0, size)))
 
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
@@ -206,6 +206,21 @@ def _concatenated_lists(first: Values, second: Values) -> Values:
     owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
     array = pa.concat_arrays([first.array, second.array.cast(first.array.type)])
     return Values(array.take(pa.array(owners.argsort(kind="stable"))), first.offsets + second.offsets)
+
+
+def _widened(values: Any) -> Any:
+    """Convert vocabulary values to one of a few types, which do not depend on the width of the column.
+
+    Integers become int64 if they fit, otherwise uint64 or 256-bit decimals. Text becomes a string array.
+    """
+    kind = values.type
+    if pa.types.is_decimal(kind):
+        return values.cast(pa.decimal256(76, 0))
+    if pa.types.is_integer(kind):
+        fits = kind != pa.uint64() or (pc.max(values).as_py() or 0) < 1 << 63
+        return values.cast(pa.int64()) if fits else values
+    # Offsets of a string array have 32 bits.
+    return values.cast(pa.string()) if pa.types.is_large_string(kind) and values.nbytes < 1 << 31 else values
 
 
 def _unify_number_kinds(kind: Kind, values: Any) -> tuple[Kind, Any]:
