@@ -3,13 +3,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from meshrec.comms.collectives import Splits, all_to_all, set_timeout
+from meshrec.comms.collectives import Splits, all_to_all, set_timeout, wait_for_message
 from meshrec.comms.mesh import default_env
 from meshrec.distributed import CollectiveError
 from meshrec.testing.rank_pool import RankPool
 
 
-def wait_in_vain(through_gloo):
+def wait_in_vain(way):
     """Rank 1 does not come; rank 0 does not wait for it as long as the group was made for."""
     axis = default_env().world
     splits, mine = Splits([1, 1], [1, 1]), torch.ones(2)
@@ -19,8 +19,10 @@ def wait_in_vain(through_gloo):
         return 0.0
     began = time.monotonic()
     try:
-        if through_gloo:
+        if way == "all-reduce":
             dist.all_reduce(mine)
+        elif way == "message":  # which gloo lets wait as long as the group was made for
+            wait_for_message(axis.group.recv([mine], 1, 0), axis.group)
         else:
             all_to_all(mine, splits, axis, "second").wait()
     except (CollectiveError, RuntimeError):
@@ -29,6 +31,6 @@ def wait_in_vain(through_gloo):
 
 
 def test_ranks_wait_no_longer_than_they_are_told():
-    for through_gloo in (False, True):
+    for way in ("all-to-all", "all-reduce", "message"):
         with RankPool(2, timeout_seconds=60) as pool:
-            assert 0.4 < pool.run(wait_in_vain, through_gloo)[0] < 20
+            assert 0.4 < pool.run(wait_in_vain, way)[0] < 20, way

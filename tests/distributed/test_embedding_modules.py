@@ -348,7 +348,11 @@ def test_a_forward_takes_few_python_calls(ranks, sequence):
     calls = ranks(2).run(count_calls, sequence)[0]
     # What an earlier test of these processes left unread is skipped, now and then. The translation of an
     # operator's errors takes 0.1 us.
-    calls = [call for call in calls if call not in ("HostLink._skip_dropped", "checked.<locals>.call")]
+    calls = [
+        call
+        for call in calls
+        if call not in ("HostLink._skip_dropped", "with_translated_errors.<locals>.call")
+    ]
     # 3 of them tell the other ranks of an error: [Note: a rank that fails alone].
     assert len(calls) <= 60, calls
 

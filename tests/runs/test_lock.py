@@ -173,7 +173,7 @@ def test_two_starts_with_one_name_do_not_both_train(tmp_path, nproc):
         errors = files[second].read_text()
         # One that comes late, because the machine is busy, finds what the first has written.
         found = (f"is in use: process {both[first].pid} on", "has a run already; take another --name")
-        assert any(f"{runs / 'mine'} {words}" in errors for words in found)
+        assert any(f"{runs / 'mine'} {words}" in errors for words in found), errors
         assert "Traceback" not in errors
         until(lambda: list(runs.glob("mine/checkpoints/*/manifest.json")))
         with pytest.raises(ValueError, match=f"{both[first].pid}"):

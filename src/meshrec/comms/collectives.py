@@ -38,6 +38,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,8 @@ _GLOO = "gloo/transport"
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []  # active counters for measure_traffic
 _logger = logging.getLogger("meshrec")
+# Timeouts that `set_timeout` has changed, by group.
+_timeouts: "WeakKeyDictionary[dist.ProcessGroup, timedelta]" = WeakKeyDictionary()
 _warned_devices: set[str] = set()  # device types for which the CPU detour has been logged
 
 
@@ -434,9 +437,28 @@ def set_timeout(seconds: float) -> None:
     set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         set_group_timeout(timedelta(seconds=seconds), group)
+        _timeouts[group] = timedelta(seconds=seconds)
     # Links do not use torch's timeout.
     for link in open_links():
         link.timeout_seconds = seconds
+
+
+def wait_for_message(work: Any, group: dist.ProcessGroup) -> None:
+    """Wait until a message between two ranks has been sent or received.
+
+    With gloo, a message keeps the timeout with which its group was created, unless the wait has one.
+
+    Args:
+        work: torch's handle of the message.
+        group: process group of both ranks.
+
+    Raises:
+        RuntimeError: the other rank did not answer within the timeout (see `set_timeout`), or has ended.
+    """
+    if group in _timeouts:
+        work.wait(_timeouts[group])
+    else:
+        work.wait()
 
 
 def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:

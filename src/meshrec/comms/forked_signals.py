@@ -5,4 +5,13 @@ import signal
 
 from meshrec.comms.fork_server import SIGNALS
 
-os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
+_SERVER = os.getpid()
+
+
+def _unblock() -> None:
+    """Unblock the signals in a fork of the server, but not in later forks, which may block some."""
+    if os.getppid() == _SERVER:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+os.register_at_fork(after_in_child=_unblock)

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.comms.collectives import InFlight, count_sent
+from meshrec.comms.collectives import InFlight, count_sent, wait_for_message
 from meshrec.comms.failures import POLL_SECONDS, Listener, count_start
 from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
@@ -202,7 +202,7 @@ class _TensorAverage:
         An error is stored for ``wait``.
         """
         try:
-            _wait(self._receiving)
+            self._wait(self._receiving)
             terms = [self._terms[rank] for rank in range(self._size)]
             pieces = zip(*(term.split(_BLOCK) for term in terms), strict=True)
             # Writes to ``mean`` directly: it is this rank's share, or everything with two ranks.
@@ -210,7 +210,7 @@ class _TensorAverage:
                 operators.average_ranks(target, list(piece), self._size)
             if self._size > 2:
                 self._distribute()
-            _wait(self._sending)
+            self._wait(self._sending)
         except Exception as error:
             self._error = error
         finally:
@@ -245,18 +245,17 @@ class _TensorAverage:
         # A mean to pass on comes from the share's owner, so no rank waits here for a rank passing means on.
         for owner in owners:
             if targets := routes.targets(owner, self._rank):
-                _wait(receiving[owner])
+                self._wait(receiving[owner])
                 receiving[owner] = []
                 self._sending += average.send(shares[owner], targets, average.passed_on_tag)
         # Means which this rank does not pass on.
         for works in receiving.values():
-            _wait(works)
+            self._wait(works)
 
-
-def _wait(works: list[Any]) -> None:
-    """Wait until all these messages have been sent or received."""
-    for work in works:
-        work.wait()
+    def _wait(self, works: list[Any]) -> None:
+        """Wait until all these messages have been sent or received."""
+        for work in works:
+            wait_for_message(work, self._average.group)
 
 
 def _run(jobs: "queue.SimpleQueue[_TensorAverage | None]") -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from meshrec.comms.collectives import wait_for_message
 from meshrec.stages.programs import StageFlow
 from meshrec.stages.values import Exchange, Message
 
@@ -97,7 +98,7 @@ class RankExchange(Exchange):
         """Wait until all messages of the batch have been sent, and release the sent tensors."""
         for work, _ in self._sends:
             if work is not None:
-                work.wait()
+                wait_for_message(work, self._group)
         self._sends.clear()
 
     def exchange_remaining(self, messages: Iterable[tuple[Message, bool]]) -> None:
@@ -206,7 +207,10 @@ class RankExchange(Exchange):
 
     def _receive(self, tensor: Tensor, peer: int, message: Message) -> None:
         """Wait for the next part of ``message`` from the stage ``peer``, and write it into ``tensor``."""
-        dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
+        source = dist.get_global_rank(self._group, peer)
+        work = dist.irecv(tensor, source, group=self._group, tag=self._tag(message))
+        assert work is not None  # this rank is in the group
+        wait_for_message(work, self._group)
 
     def _tag(self, message: Message) -> int:
         """Return the message's tag, which is unique among the messages of a batch between two ranks."""
