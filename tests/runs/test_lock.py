@@ -171,8 +171,10 @@ def test_two_starts_with_one_name_do_not_both_train(tmp_path, nproc):
         assert both[first].is_alive()
         assert both[second].exitcode == 1
         errors = files[second].read_text()
-        # One that comes late, because the machine is busy, finds what the first has written.
-        found = (f"is in use: process {both[first].pid} on", "has a run already; take another --name")
+        # One that comes at the same moment does not know the other yet. One that comes late, because the
+        # machine is busy, finds what the first has written.
+        in_use = (f"is in use: process {both[first].pid} on", "is in use: process, not known yet")
+        found = (*in_use, "has a run already; take another --name")
         assert any(f"{runs / 'mine'} {words}" in errors for words in found), errors
         assert "Traceback" not in errors
         until(lambda: list(runs.glob("mine/checkpoints/*/manifest.json")))
