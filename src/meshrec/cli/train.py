@@ -28,7 +28,6 @@ from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABL
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changed_options, load_recipe
 from meshrec.train.launch import RANK_TIMEOUT, launch
-from meshrec.train.rank_processes import prepare_ranks
 from meshrec.train.ranks import choose_device
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, full_name, resolve
@@ -137,8 +136,6 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     # Parse twice: recipe options are unknown until the recipe is resolved, for which command options are
     # needed.
     first, _ = parse_known(TrainOptions, words, program="meshrec train")
-    if (first.nproc or 1) > 1 and not launched() and not any(word in HELP for word in words):
-        prepare_ranks()
     # Without a recipe, there must be a request for help.
     if name is None and not first.resume:
         return _help(words)

@@ -17,13 +17,16 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 def start_fork_server(preload: Sequence[str]) -> None:
     """Start the fork server of :mod:`multiprocessing`, unless it is running.
 
+    The working directory of this process changes for a moment, also for its other threads.
+
     Args:
         preload: modules which the server imports before it forks; those that fail to import are ignored. They
             must not start threads, whose locks could be held in a fork.
     """
     forkserver.set_forkserver_preload(["meshrec.comms.forked_signals", *preload])
     # The server starts with `python -c`, which imports from its current folder: here, one that stays empty.
-    before = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY)
+    # O_PATH (Linux) needs no permission to read the folder.
+    before = os.open(os.curdir, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
     os.chdir(_empty_folder(os.getpid()))
     try:
         # Otherwise the server's start would start it, and unblock signals.
@@ -45,7 +48,7 @@ def _empty_folder(process: int) -> Path:
     """Return a folder that exists until this process ends.
 
     Args:
-        process: this process's ID, because a fork needs a folder of its own.
+        process: this process's ID, because a fork needs a separate folder.
     """
     folder = make_scratch("meshrec-empty")
     atexit.register(remove_scratch, folder)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from meshrec.comms.fork_server import SIGNALS
 from meshrec.comms.joining import RESTARTS_VARIABLE, STORE_VARIABLE
 from meshrec.durable import scratch_folder
 from meshrec.train.rank_processes import RankProcesses
@@ -24,8 +25,6 @@ _SHUTDOWN_SECONDS = 120.0
 _GRACE_SECONDS = 10.0
 # Interval at which the launcher looks for failed and stopped ranks.
 _POLL_SECONDS = 0.1
-# Signals that the launcher passes on to the ranks.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LaunchResult(NamedTuple):
@@ -81,7 +80,7 @@ def launch(
         }
         for restart in range(max_restarts + 1):
             ranks = RankProcesses(arguments, {**variables, RESTARTS_VARIABLE: str(restart)}, num_ranks)
-            unresponsive_ranks = _wait(ranks, num_ranks, folder, rank_timeout, signals)
+            unresponsive_ranks = _wait(ranks, folder, rank_timeout, signals)
             if signals:
                 return LaunchResult(128 + signals[0], None)
             if not ranks.failures():
@@ -101,20 +100,19 @@ def _received_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Nor is a handler that another library has installed in C replaced, which Python could not restore.
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: received.append(number))
+        for number in before:
+            signal.signal(number, lambda number, _: received.append(number))
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _wait(
-    ranks: RankProcesses, num_ranks: int, folder: RunFolder, rank_timeout: float, signals: Sequence[int]
-) -> set[int]:
+def _wait(ranks: RankProcesses, folder: RunFolder, rank_timeout: float, signals: Sequence[int]) -> set[int]:
     """Pass on signals until all ranks have ended, and return the ranks that were killed for not answering.
 
     After a failure, the other ranks receive SIGTERM. Ranks are killed `_SHUTDOWN_SECONDS` after a signal;
@@ -122,28 +120,27 @@ def _wait(
     are stopped (SIGSTOP) for longer than ``rank_timeout``.
 
     Args:
-        ranks: processes of the ranks, which have just been started.
-        num_ranks: number of ranks.
+        ranks: processes of the ranks.
         folder: run folder, in which ranks that fail write errors.
-        rank_timeout: seconds.
+        rank_timeout: maximum time for which a rank may be stopped, in seconds.
         signals: list to which a signal handler appends the numbers of signals to this process.
     """
-    started = time.time()
     unresponsive_ranks: set[int] = set()
     stopped = StoppedRanks(rank_timeout)
+    # Signals passed on so far, and the time (of time.monotonic) at which all ranks are killed.
     num_sent, end = 0, math.inf
     while running := ranks.running():
         ranks.wait(_POLL_SECONDS)
-        numbers = signals[num_sent:]
-        num_sent += len(numbers)
+        pending = signals[num_sent:]
+        num_sent += len(pending)
         if ranks.failures() and end == math.inf:
-            numbers = [*numbers, signal.SIGTERM]
-        for number in numbers:
+            pending = [*pending, signal.SIGTERM]
+        for number in pending:
             ranks.send(number)
             end = min(end, time.monotonic() + _SHUTDOWN_SECONDS)
         if time.monotonic() > end:
             ranks.send(signal.SIGKILL)
-        late = {*stopped.poll(running), *_stragglers(folder, num_ranks, started)} & set(running)
+        late = {*stopped.poll(running), *_stragglers(folder, ranks.num_ranks, ranks.started)} & set(running)
         ranks.send(signal.SIGKILL, late)
         unresponsive_ranks |= late
     return unresponsive_ranks

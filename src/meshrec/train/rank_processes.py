@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -24,27 +25,27 @@ from meshrec.interpreter import START_PATH
 
 # Only on Linux are processes safe to fork after they have loaded a system library for linear algebra.
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-# What the ranks of all commands import. torch._dynamo is listed because an optimizer's first step imports it.
+# Modules that ranks import, whatever their command. An optimizer's first step imports torch._dynamo.
 _PRELOADED = ("torch._dynamo", "meshrec.runs.worker", "meshrec.cli.train", "meshrec.cli.screen")
 
 
-def prepare_ranks() -> None:
-    """Start the process that ranks are forked from, if it does not run yet. It imports torch meanwhile."""
-    if _CONTEXT.get_start_method() == "forkserver":
-        start_fork_server(_PRELOADED)
-
-
 class RankProcesses:
-    """One process per rank, each running ``meshrec ARGUMENTS`` in a session of its own.
+    """One process per rank, each running ``meshrec ARGUMENTS`` in a new session (setsid(2)).
 
     Args:
         arguments: command line arguments of every rank.
         environment: environment variables of every rank, without those that differ between ranks.
         num_ranks: number of ranks.
+
+    Attributes:
+        num_ranks: number of ranks.
+        started: time just before the start of the first rank, in seconds since 1970.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], num_ranks: int) -> None:
-        prepare_ranks()
+        self.num_ranks, self.started = num_ranks, time.time()
+        if _CONTEXT.get_start_method() == "forkserver":
+            start_fork_server(_PRELOADED)
         # A server that was started earlier has other streams, so the ranks get those of this process.
         with _duplicate(1) as output, _duplicate(2) as errors:
             self._processes = [
@@ -135,7 +136,7 @@ def _run_rank(
     # Values which the server has taken from its own variables.
     tempfile.tempdir = None
     threads = environment["OMP_NUM_THREADS"].partition(",")[0]
-    if threads.isdecimal():  # OpenMP ignores other values as well
+    if threads.isdecimal() and int(threads) > 0:  # OpenMP ignores other values as well
         torch.set_num_threads(int(threads))
     sys.path[:] = path
     sys.argv = ["meshrec", *arguments]
