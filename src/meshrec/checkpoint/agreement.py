@@ -66,6 +66,7 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
             # A single rank needs to inform nobody about the error.
             raise as_checkpoint_error(error, action) from error
         outcome = (None, _sendable(error))
+    # Ranks without an error take part as well, because the exchange is collective.
     outcomes = gather_objects(outcome, axis, action)
     errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     if errors:
@@ -90,6 +91,7 @@ def combined_error(errors: dict[int, Exception], action: str) -> Exception:
         text = f"{next(iter(texts.values()))} (rank {ranks})"
     else:
         text = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    # The type must survive: ``load_latest`` tries an older checkpoint only after a DamagedCheckpointError.
     for kind in (ValueError, DamagedCheckpointError):
         if all(isinstance(error, kind) for error in errors.values()):
             return as_agreed(kind(text))

@@ -29,7 +29,7 @@ _Piece = tuple[Tensor, int, int, Tensor]
 class RowTracker:
     """Records, for every table row, the last update that changed it. Recording starts at construction.
 
-    Only tables with a fused optimizer (an update inside backward) are tracked. The record takes 4 bytes per
+    Only tables with a fused optimizer are tracked. The record takes 4 bytes per
     row, and a write per ID in every backward pass. Updates are numbered by the optimizer step (the maximum
     ``"step"`` over all tables), which checkpoints contain.
 
@@ -99,10 +99,12 @@ class RowTracker:
             self._check(since)
             pieces.extend(self._pieces(since, also or {}))
 
+        # All ranks must have read before any rank gathers. Otherwise the others would wait for a failed rank.
         agreed(axis, read, "exporting touched rows")
         counts = Exported({}, {})
         tensors: dict[str, Tensor] = {}
         errors: list[Exception] = []
+        # Every rank assembles the tables: all need the counts, and all must see an error.
         for name, local_rows, dim in pieces:
             rows_by_rank = gather_objects(local_rows, axis, "touched rows")
             try:
@@ -168,6 +170,7 @@ class RowTracker:
             names = list(module.fused_optimizer.params)
             for t, table in enumerate(module.built.routing.tables):
                 # A table without a fused optimizer has no parameter here, and is not tracked.
+                # A parameter is called ``<module dict>.<table>.weight``.
                 name = next((param for param in names if param.split(".")[-2] == table.name), None)
                 if name is None:
                     continue
@@ -255,6 +258,7 @@ def _hashed_rows(
             alive = is_alive(rows, extra_keys)
             keys, evicted_keys = (
                 torch.cat([keys, extra_keys[alive]]).unique(),
+                # Servers may have a row for an ID without one here, and must drop it.
                 torch.cat([evicted_keys, extra_keys[~alive]]),
             )
         weights = rows.gather_parts(rows.key_index.find(keys), r.columns, ["weight"])["weight"]

@@ -75,6 +75,7 @@ def all_checkpoints(path: str | Path) -> list[Path]:
         ValueError: no checkpoint exists.
     """
     path = Path(path)
+    # An unfinished checkpoint has no manifest, so its name must tell.
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
     folders = [path / CHECKPOINTS, path / BEST] if _is_run(path) else [path]

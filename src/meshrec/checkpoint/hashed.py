@@ -118,6 +118,7 @@ def load_hashed(
     num_rows = manifest.tensors[f"{prefix}weight"].shape[0]
     parts = {part.name: f"{prefix}{part.name}" for part in target.storage.row_parts}
     parts = {part: name for part, name in {**parts, **slots}.items() if name in manifest.tensors}
+    # From here on, rows change. The caller's ``filling`` makes the module unusable if the load fails.
     for table in target.tables:
         table.clear()
     for first in range(0, num_rows, _BLOCK_ROWS):
@@ -182,6 +183,7 @@ class WholeRows:
         for block in blocks:
             keys = torch.arange(*_bounds(block.keys)) if isinstance(block.keys, range) else block.keys
             for name, values in block.parts.items():
+                # Assignment by index does not convert the dtype, unlike ``copy_``.
                 self.tensors[name][keys] = values.to(self.tensors[name].dtype)
 
 

@@ -89,6 +89,7 @@ class CheckpointManager:
                 kept, and training can continue.
         """
         if self._stored is not None:
+            # Only a background save uploads to a store, so start one and wait for it.
             self.async_save(step, state)
             self.wait()
             return self._stored.address(step)

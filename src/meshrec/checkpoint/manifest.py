@@ -325,6 +325,7 @@ def _parse_manifest(body: bytes) -> Manifest:
         },
         version=version,
     )
+    # In this order: ``contents`` indexes files by numbers which ``_check_tensor`` has checked.
     _check_files(manifest)
     for name, record in manifest.tensors.items():
         _check_tensor(name, record, manifest)

@@ -52,6 +52,7 @@ class DeltaPublisher:
         after: Published | None = None,
     ) -> None:
         self._model, self._folder, self._run = model, Path(folder), run
+        # Records from now on. After resharding it raises, and needs a new publisher.
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
         # Training step and optimizer update number at the last published delta.
@@ -90,6 +91,7 @@ class DeltaPublisher:
         # Read before the export: rows changed later belong to the next delta.
         updates = self._tracker.step
         changed = self._tracker.export(rows_path, since=self._updates, also=self._ids_to_repeat)
+        # Collective, so outside ``finish``, in which only rank 0 has work.
         whole = self._untracked_weights()
 
         def finish() -> Published | None:

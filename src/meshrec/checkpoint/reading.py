@@ -79,6 +79,7 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
         CheckpointError: the file cannot be read.
     """
     file = manifest.files[number]
+    # The stack also closes the file if a check below fails.
     with ExitStack() as stack:
         try:
             descriptor = stack.enter_context(open_regular(folder / file.name))
@@ -91,6 +92,7 @@ def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
             raise _read_error(folder, file.name, error) from error
         except DamageError as error:
             raise _damaged_error(folder, error) from error
+        # Outside the ``try``: errors in the caller's block are not about this file.
         yield descriptor
 
 

@@ -40,6 +40,7 @@ def names_of(save: str) -> str:
         save: random ID of the save.
     """
     note = rf"note-{save}-\d{{5,}}"
+    # Temporary files of ``write_durably``, which stay if the save is killed while it writes them.
     temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"
     return rf"data-{save}-\d{{5,}}\.safetensors|{note}\.(json|failed)|{temporary}"
 

@@ -69,6 +69,7 @@ def export_rows(folder: str | Path, target: str | Path, table: str, *, optimizer
         pa.field(name, _arrow_type(pa, manifest, tensor), nullable=False) for name, tensor in columns.items()
     ]
     schema = pa.schema(fields, metadata={"meshrec": json.dumps({"table": table, "dim": dim})})
+    # The Parquet writer closes first and writes its footer. Then the complete file appears at ``target``.
     with (
         durable_file(target) as file,
         parquet.ParquetWriter(file, schema, write_page_checksum=True) as writer,
@@ -177,6 +178,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _ImportTarg
     if path in hashed:
         hashed_target = hashed[path]
         storage = hashed_target.storage
+        # A rank may have no part of the table. It then has no state to fill.
         state = (
             hashed_target.tables[0].parts[len(storage.row_parts) :]
             if optimizer and hashed_target.tables

@@ -64,6 +64,7 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
         size = os.fstat(descriptor).st_size
     if size < 8:
         raise DamageError(f"{path} is not a safetensors file: it has only {size} bytes")
+    # Not shared, so a write to a tensor does not change the file.
     return tensors_of(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8), str(path))
 
 

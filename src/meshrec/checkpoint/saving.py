@@ -324,6 +324,8 @@ class PendingSave:
             if self._store is not None:
                 action = f"uploading to {self._store.address}"
                 self._upload(self._store)
+            # Before ``_complete``, which waits for all ranks: ``wait`` must be able to report this rank's
+            # result in the meantime.
             self._uploaded.set()
             if self._job.axis.rank == 0:
                 self._complete()
@@ -338,6 +340,7 @@ class PendingSave:
         files, rank = self._job.files, self._job.axis.rank
         if self._job.writer.snapshot is None:
             return
+        # If the writer fails, the note never appears. ``wait`` then cancels this loop.
         while not files.completion_note(rank).exists():
             if self._cancelled.wait(_POLL_SECONDS):
                 return
@@ -390,7 +393,9 @@ class _Save:
     ) -> None:
         self.path, self.axis = path, axis
         self._step, self._background = step, background
+        # Filled by ``gather`` below, and kept until the manifest is written.
         self._collected = Collected()
+        # Replaced below, once rank 0's ID is known.
         self.files = SavePaths(path, secrets.token_hex(4))
         # Folders created by this save, removed by `clean_up` after a failure. Empty except on rank 0.
         self._created: list[CreatedPath] = []

@@ -111,6 +111,7 @@ class Snapshot:
                     raise
             if pid == 0:
                 _write_and_exit(parent, prctl, started_pipe, path=path, parts=frozen.parts, note=note)
+            # Otherwise ``poll`` would not notice if the child dies, because the pipe would stay open here.
             os.close(started_pipe)
             snapshot = cls(pid, note)
             poll = select.poll()  # unlike select, it takes descriptors above 1023

@@ -271,6 +271,7 @@ def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[C
     """
     for item, load in stateful_loaders:
         # Append before loading, because a load that fails halfway must be undone as well.
+        # A copy, because ``state_dict`` may return the containers that the load changes.
         undo.append(functools.partial(item.load_state_dict, copy.deepcopy(item.state_dict())))
         load()
 
@@ -449,6 +450,7 @@ def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix:
 
 def _kind(item: Any) -> str:
     """Return the kind of a state entry, one of `KINDS`."""
+    # Optimizers have ``state_dict`` as well, so test for them before other stateful objects.
     if isinstance(item, nn.Module):
         return _MODULE
     if isinstance(item, torch.optim.Optimizer):
@@ -695,6 +697,7 @@ def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, save
             f"{entry!r} does not fit the checkpoint: {'; '.join(part for part in parts if part)}. Load it "
             "into the same model with the same optimizer."
         )
+    # Dtypes may differ, because reading converts values to the target's dtype.
     for name, tensor in targets.items():
         record = manifest.tensors[name]
         if tuple(tensor.shape) != record.shape:

@@ -105,6 +105,7 @@ class Writer(StorageWriter):
             # Shape of the whole tensor, although `tensor` is only a piece.
             size = tuple(item.tensor_data.size)
             parts.append(TensorPart(item.index.fqn, tuple(item.index.offset or ()), size, tensor.detach()))
+        # A background save reports through its note, so DCP gets a completed future.
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         # A rank without pieces writes no file.

@@ -97,6 +97,7 @@ def import_weights(
         for name, tensor in named.items()
     ]
     with ThreadPoolExecutor(1) as pool:
+        # A name that a save would use, so that removal recognizes the file.
         path = folder / f"data-{secrets.token_hex(4)}-00000.safetensors"
         # The manifest is written last, as in a save, so an interrupted import leaves no checkpoint.
         written = write_data_file(path, parts, pool)

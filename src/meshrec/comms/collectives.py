@@ -287,6 +287,7 @@ def release_read(axis: Axis) -> None:
 
     Without this call, a later exchange on the link frees them. If the axis has no host link, do nothing.
     """
+    # ``get``, because ``links[group]`` would open a link, which is collective.
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()

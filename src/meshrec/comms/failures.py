@@ -202,6 +202,7 @@ def check_group(group: dist.ProcessGroup) -> None:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
     """
     if FailureState.is_uncertain:
+        # First, because the outcome is recorded in ``_lost``: later checks must not wait again.
         FailureState.is_uncertain = False
         _await_same_error(group)
     if _lost and group in _lost:

@@ -140,6 +140,7 @@ class Reading:
                 raise RuntimeError(link.failure)
             if reader is not None:
                 self.result = reader(self.result, link.handle or 0, self.number)
+                # The reader has read the messages in place. Tell the peers that they may free them.
                 outcome = link.functions["skip"](link.handle, self.number)
         except BaseException as error:
             if _PEER_LOST in str(error):

@@ -70,6 +70,7 @@ def launched() -> bool:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} is not set: this process "
             f"would train alone. Set all of {', '.join(LAUNCHER_VARIABLES)}, as torchrun does."
         )
+    # PMIx tells the rank, but not the number of ranks.
     if "PMIX_RANK" in os.environ and not any(sizes.values()):
         raise ValueError(
             f"PMIX_RANK is {os.environ['PMIX_RANK']}, and no variable has the number of ranks. Set all of "

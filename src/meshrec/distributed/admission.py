@@ -28,6 +28,7 @@ class ShardRanks:
     """
 
     def __init__(self, routing: Routing, axis: Axis) -> None:
+        # Fixed, because resharding creates another object.
         self._routing, self._axis = routing, axis
         self.rank, self.size = axis.rank, axis.size
 

@@ -232,6 +232,7 @@ def build(
     verify_module_plan(plan, sizes, world_size=env.shard.size)
     # Rank 0's seed on all ranks, so initial rows do not depend on the sharding.
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
+    # An allocation may fail on a single rank only. All ranks must then stop.
     with together(env.world, "allocation"):
         # Checks come first, so that nothing is allocated if one of them fails.
         _check_untrained(sources, options)

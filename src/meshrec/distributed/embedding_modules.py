@@ -44,6 +44,7 @@ class _ShardedCollection(nn.Module, Generic[Embeddings]):
 
     def __init__(self, built: ModuleParts, holder: str) -> None:
         super().__init__()
+        # Fixed. ``_set_parts`` sets everything that depends on the plan.
         self._holder = holder
         # As an attribute with TorchRec's name, so that parameter names are equal.
         setattr(self, holder, module_dict_of(built.shards))
@@ -163,6 +164,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection[KeyedTensor]):
 
     def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
         super().__init__(built, "embedding_bags")
+        # From the unsharded module. Resharding keeps them.
         self._configs = module.embedding_bag_configs()
         self._is_weighted = module.is_weighted()
         # First output column of every feature, and the total.

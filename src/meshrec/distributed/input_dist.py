@@ -85,6 +85,7 @@ class InputDist:
         sequence: bool,
         bounds_check: BoundsCheckMode,
     ) -> None:
+        # All fields follow from the plan and the options, except ``_num_clamped`` and ``_keys``.
         self._routing, self._env, self.device = routing, env, device
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         # On the CPU, because ``report_clamped`` adds to it after the sizes are on the host.
@@ -132,6 +133,7 @@ class InputDist:
         Returns:
             A new batch in stage ``ROUTED``.
         """
+        # Also after an error, because ``send_ids`` reads these fields on every rank.
         batch = LookupBatch()
         batch.sample_weights, batch.arguments, batch.error = None, (), None
         try:

@@ -70,6 +70,7 @@ class LookupTables:
         out_dtype: torch.dtype = torch.float32,
         routes: Sequence[int] | None = None,
     ) -> None:
+        # Everything except ``_parts`` is fixed, because another plan creates another object.
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
         """Position in the messages of every route in ``work``."""

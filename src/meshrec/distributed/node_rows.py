@@ -128,6 +128,8 @@ class NodeRows:
     ) -> None:
         assert env.node is not None
         assert env.local is not None
+        # The fields follow from the plan, except ``fetched`` (per batch) and the error feedback in
+        # ``codecs``.
         self._routing, self._node, self._rank = routing, env.node, env.shard.rank
         # Only messages between nodes are encoded, so the codecs use the routing of all ranks.
         self.codecs = Codecs(*(Codec(routing, wires, direction, clock) for direction in (FORWARD, BACKWARD)))

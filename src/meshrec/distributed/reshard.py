@@ -313,6 +313,7 @@ class _TableTransport:
     """
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_NewTables], axis: Axis) -> None:
+        # Lives for a single resharding, during which memory holds the tables under both plans.
         self._old, self._new, self._axis = old, new, axis
         # New hashed tables on this rank, and the keys they will get, by ``id(table)``. Filled and cleared by
         # run().

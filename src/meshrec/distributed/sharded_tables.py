@@ -124,6 +124,7 @@ class ShardedTables:
         inside: tuple[Routing, ShardingEnv] | None = None,
         may_fail: bool = False,
     ) -> None:
+        # Fixed for this object's life. Resharding replaces the whole object in its module.
         self._env = env
         # A list, because every step iterates over it.
         self._fused = list(fused.values())

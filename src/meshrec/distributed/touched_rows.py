@@ -59,6 +59,7 @@ class _HashedMarks:
 
     def __init__(self, table: HashedTable) -> None:
         self.table = table
+        # Grows with the table, see ``mark``.
         self._marks = torch.empty(0, dtype=torch.int32)
         # Keys evicted since the last call of evicted(), and the updates which evicted them.
         self._evicted, self._evicted_marks = torch.empty(2, 0, dtype=torch.int64)

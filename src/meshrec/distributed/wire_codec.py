@@ -50,6 +50,7 @@ class Codec:
     def __init__(
         self, routing: Routing, wires: Sequence[WireFormats], direction: int, clock: Callable[[], int]
     ) -> None:
+        # The clock is read again for every message, because updates advance it.
         self._routing, self._direction, self._clock = routing, direction, clock
         # By table number.
         self._formats: list[WireFormat] = [pair[direction] for pair in wires]

@@ -115,6 +115,7 @@ def open_regular(path: Path) -> Iterator[int]:
     # O_NONBLOCK, because opening a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
+        # Test the open file, because another process may replace the path meanwhile.
         mode = stat.S_IFMT(os.fstat(descriptor).st_mode)
         if mode != stat.S_IFREG:
             raise DamageError(f"{path} is {_KINDS.get(mode, 'something else')} instead of a regular file")

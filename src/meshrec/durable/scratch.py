@@ -137,6 +137,7 @@ def durable_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(f".{folder.name}", folder.parent) as scratch:
+        # A subfolder, because the scratch folder itself has a mark, which must not become part of the result.
         parts = scratch / "parts"
         parts.mkdir()
         yield parts

@@ -120,6 +120,7 @@ class _Search:
             for num_rows in [rows_by_table(module)]
             for config, _ in module.tables().values()
         ]
+        # Also fp16 and fp32, from which the search may start.
         self._num_bytes = {
             name: {
                 data_type: storage_for(data_type).num_bytes(num_rows, config.embedding_dim)

@@ -121,6 +121,7 @@ class WholeTables(tbe.Updater):
             # A single process has all keys, so a single interval per table is enough.
             storages = {t: table.storage for t, table in hashed.items()}
             admission_eviction = AdmissionEviction(hashed, storages, {t: [ALL_KEYS] for t in hashed})
+            # The tables may have rows already, from before the module was fused.
             admission_eviction.recount()
         # Placeholder parameters of the hashed tables, by table index.
         self._hashed = {t: tables[t].weight for t in hashed}
@@ -184,6 +185,7 @@ class WholeTables(tbe.Updater):
                     # Raises an error if torch has attached another optimizer since the module was fused.
                     in_backward_spec(weight)
                 self._has_taken = True
+            # First, because it may raise: ``parameter.grad`` must then be as before.
             prepared = self._updates.prepare(gradient, deferred=False)
             self._updates.collect(gradient)
             self._updates.apply(prepared, gradient)

@@ -217,6 +217,7 @@ class LocalShards:
         return {
             i: gradient_buffer
             for group, shards in zip(self._rectangles(), self.shards, strict=True)
+            # ``zip`` may stop early: shards with rows in the parameter have no buffers.
             for i, gradient_buffer in zip(group, shards.gradient_buffers, strict=False)
         }
 

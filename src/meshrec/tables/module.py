@@ -89,6 +89,7 @@ class TableModule(nn.Module):
         split: TableSplit | None = None,
     ) -> None:
         super().__init__()
+        # ``use_storage`` may replace the storage. Name and size are fixed.
         self.name, (self.num_rows, self.dim), self.storage = name, size, storage
         # Fixed for the module's life. Resharding builds new table modules.
         self.local_shards = list(shards or ())

@@ -34,6 +34,7 @@ class UpdateRule:
         self.group: dict[str, Any] = {"params": [], **hyper}
         """Entry of ``param_groups`` in ``FusedOptimizer``: the tables' parameters, and the hyperparameters,
         which schedulers change."""
+        # Reads all hyperparameters from ``group`` in a single C call, because every step does it.
         self._read = operator.itemgetter(*hyper)
         # Hyperparameters in ``spec``. ``refresh`` compares them with the param_group in every step.
         self._values = tuple(hyper.values())

@@ -168,9 +168,11 @@ class StreamedPart(Tensor):
         return f"StreamedPart({self.part.name!r}, {list(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle stores the values, because the reading process has no access to this table.
         return self.read().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # A copy must keep its values when the table changes.
         return self.read()
 
     @classmethod

@@ -58,6 +58,7 @@ class WriteCounter:
     """
 
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        # Fixed: the module's parameters must stay these objects, see ``check_parameters``.
         self._names, self._weights = list(names), list(weights)
         # Number of writes by updates, per table.
         self._counted = [0] * len(self._weights)
@@ -291,6 +292,7 @@ class TableUpdates:
         peers: FindPeers | None = None,
         admission_eviction: AdmissionEviction | None = None,
     ) -> None:
+        # The module recounts through it after rows were loaded.
         self.admission_eviction = admission_eviction
         # Shared with the module: the tables' step counts in ``fused`` change at every update.
         self._shards, self._fused, self._writes = shards, dict(fused), writes
@@ -314,7 +316,6 @@ class TableUpdates:
             self._groups.append(group)
         # Rectangles in tables without a rule, which get dense gradients.
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
-        # Rectangles for which the backward pass only collects gradients.
         deferred = [group for group in self._groups if group.rule.deferred]
         # Keys per slot, by rectangle. Only 16-bit rows need them: stochastic rounding draws by row number in
         # the whole table, and slots are not row numbers.
@@ -324,6 +325,7 @@ class TableUpdates:
             if (keys := getattr(index, "slot_keys", None)) is not None
             and shards.weights[i].dtype is not torch.float32
         }
+        # The backward pass only collects gradients for these rectangles.
         self._deferred = [i for group in deferred for i in group.whole + group.split]
         # External rows have a placeholder parameter, whose ``grad`` cannot hold their gradients.
         self._gradient_buffers = {

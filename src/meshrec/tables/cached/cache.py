@@ -16,6 +16,7 @@ from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
 from meshrec.tables.table import RowPart
 
+# Small, so that a row which was popular long ago leaves after at most three passes of the hand.
 _MOST_CHANCES = 3  # greatest reference count per row
 _SERIAL_ELEMENTS = 1 << 15
 """Number of elements from which a torch copy uses several threads."""
@@ -102,13 +103,14 @@ class RowCache:
         while self.released:
             self.pins[self.released.popleft()] -= 1
         self._batch += 1
+        # Stamps give the distinct slots without a sort: a slot with this batch's stamp is listed already.
         used = records.newly_used(slots, self._stamps, self._batch)
         self.pins[used] += 1
         self._counts[used] = (self._counts[used] + 1).clamp_(max=_MOST_CHANCES)
         return used
 
     def admit(self, keys: Tensor) -> Misses | None:
-        """Assign slots to keys without one, and pin the slots. Evicts other rows if necessary.
+        """Assign slots to keys that are not in the cache, and pin the slots. Evicts other rows if necessary.
 
         Args:
             keys: distinct keys, ascending, int64 [M].

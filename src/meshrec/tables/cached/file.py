@@ -57,6 +57,7 @@ class RowFile:
     def __init__(
         self, path: Path, label: str, part_bytes: Sequence[int], *, first_key: int, num_rows: int
     ) -> None:
+        # Fixed for the file's life, as are the layout and the size below.
         self.path, self._label = path, label
         record = sum(part_bytes) + 4  # with a checksum
         # Blocks are whole sectors, as O_DIRECT requires, and hold as many records as fit in a sector.
@@ -275,6 +276,7 @@ def _open_direct(path: Path) -> int | None:
         return None
     # Probe with a write: a successful open does not prove that direct I/O works.
     parts = [torch.zeros(1, 1, dtype=torch.int8)]
+    # One byte and a 4-byte checksum. No read sees the probe: a record is written before its first read.
     probe = records.RecordLayout(0, 1, _SECTOR, 5, 0)
     one = torch.ones(1, dtype=torch.int64)
     if len(records.write(file, probe, one, parts, one - 1)):

@@ -78,6 +78,7 @@ class RowRegions(StoredRows):
         region_rows: int,
     ) -> None:
         super().__init__(file)
+        # Fixed for this object's life. Only ``_is_written`` and ``initial_blocks`` change.
         self._parts, self._rectangle = list(parts), rectangle
         self._region_rows = region_rows
         # Number of the first region overlapping the rectangle, counted in the whole table. Elsewhere in
@@ -111,6 +112,7 @@ class RowRegions(StoredRows):
         """
         for number in regions:
             first, end = self._span(number)
+            # One region at a time, which bounds the memory for initial values.
             rows = self.initial_rows(first, end)
             self.file.write(torch.arange(first, end), rows, torch.arange(end - first))
             # Only after a successful write, so a failed region is written again.

@@ -107,6 +107,7 @@ class FileBackedRows(ExternalRows, DenseRows):
             )
         _, r0, r1, c0, c1 = rectangle
         parts = parts_of(self, spec)
+        # A table name may have characters that file names cannot have, such as a slash.
         name = re.sub(r"\W", "_", self.name, flags=re.ASCII) + f".{r0}-{r1}.{c0}-{c1}"
         label = f"table {self.name!r}"
         path = new_path(Path(self.options.path), name)

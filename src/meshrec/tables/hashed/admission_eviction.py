@@ -130,6 +130,7 @@ class AdmissionEviction:
         and ``recount``."""
         self.seconds = 0
         """Latest event time on this rank, in seconds. Set by ``set_event_time``; other ranks may differ."""
+        # Caches eviction candidates between updates. ``recount`` drops them.
         self._evictions = Evictions(self.tables, self.storages, self._ranks)
 
     def recount(self) -> None:

@@ -553,7 +553,6 @@ def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup
     Returns:
         The range; all zeros if no rank has a marked value.
     """
-    # A gather through a sum: every rank fills only one row.
     # A row per rank, filled only by that rank, so that a sum over ranks gathers all rows.
     ranges = torch.zeros(ranks.size, 3, dtype=torch.int64)
     local_ranges = [marked_range(*part) for part in parts]

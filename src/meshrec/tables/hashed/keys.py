@@ -443,6 +443,8 @@ class Probability(Admission):
         # Draw for the first occurrence of all IDs, then for the second, until all occurrences are used up.
         for read in range(int(counts.max()) if len(counts) else 0):
             waiting = (~admitted & (counts > read)).nonzero()[:, 0]
+            # The occurrence takes 20 bits. Later ones of the same ID in an update would reuse draws of the
+            # next update.
             drawn = mix(mix(keys[waiting], seed) ^ ((step << 20) + read), seed + 1)
             admitted[waiting] = ((drawn >> 11) & ((1 << 53) - 1)) < below
         return admitted
