@@ -87,6 +87,7 @@ class DistributedModelParallel(nn.Module):
                 f"dense_gradients='bf16' needs dense='ddp', got dense={dense!r}. FSDP2 takes "
                 "dense_options={'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}."
             )
+        # None: ranks exchange dense gradients in fp32.
         self._gradient_dtype = torch.bfloat16 if dense_gradients == "bf16" else None
         self._env = default_env() if env is None else env
         # ``devices``: a single process with several devices. Dense parameters are then on the first.
@@ -111,6 +112,7 @@ class DistributedModelParallel(nn.Module):
         # The model, or the DistributedDataParallel around it after ``init_data_parallel``. TorchRec has the
         # same attribute name.
         self._dmp_wrapped_module: nn.Module = module
+        # Set by ``init_data_parallel``, and never reset.
         self._is_data_parallel = False
         # Set by ``_init_ddp``. The first training step registers it as a communication hook, and sets None.
         self._dense_gradients: DenseGradients | None = None
@@ -190,6 +192,8 @@ class DistributedModelParallel(nn.Module):
                 child.reset_parameters()  # type: ignore[operator]
             elif tensors and not any(tensor in tables for tensor in tensors):
                 child._apply(lambda tensor: tensor.to(self._device), recurse=False)
+        # Ranks may have drawn different random values. Tables are left out, because ranks hold different
+        # shards.
         for parameter in self.module.parameters():
             if parameter not in tables:
                 broadcast(parameter.detach(), self._env.world, "first dense parameters")

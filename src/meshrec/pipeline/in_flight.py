@@ -93,6 +93,7 @@ def find_tensors(batch: Any) -> list[tuple[Path, Tensor | Jagged]]:
     return leaves
 
 
+# Cached, because batches consist of the same few types, and the search for slots walks all base classes.
 @functools.lru_cache
 def _parts_of(kind: type) -> Callable[[Any], list[tuple[PathStep, Any]]]:
     """Return a function which lists the parts (attributes or items) of an instance of the type ``kind``.
@@ -362,6 +363,7 @@ def _module_mode(module: Collection) -> tuple[Any, ...]:
 def _copy_to(thing: Any, device: torch.device) -> Any:
     """Return a copy of ``thing`` on a device. Mappings, tuples and lists are copied item by item."""
     if hasattr(thing, "to"):
+        # Asynchronous only from pinned memory. CUDA copies from other memory block this thread.
         return thing.to(device, non_blocking=True)
     if isinstance(thing, Mapping):
         return {name: _copy_to(part, device) for name, part in thing.items()}

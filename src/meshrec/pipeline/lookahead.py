@@ -1,8 +1,8 @@
 """Start the lookups for later batches while the current batch computes.
 
 While batch i computes, the ranks exchange IDs for batch i + 1, and the loader reads batch i + 2. The model is
-not traced. The first forward pass shows which object in the batch is the input to which sharded module. For
-later batches, lookups for the objects at the same place start before the forward pass. If a module is called
+not traced. The first forward pass shows which object in the batch is the input to which sharded module. In
+later batches, lookups for the objects at the same paths start before the forward pass. If a module is called
 with exactly this object, it takes the result of the started lookup. Any other call runs the plain lookup.
 """
 
@@ -199,6 +199,7 @@ class Lookahead:
         self._check()
         self._accept_batch()
         # Usually only the first call reads here; ``exchange`` reads later batches.
+        # Two: the batch to return, and the next batch, whose IDs are exchanged during this step.
         while len(self._waiting) < 2 and not self.has_ended:
             self._read(iterator)
             self._accept_batch()
@@ -215,6 +216,8 @@ class Lookahead:
             _raise(current.take_error())
         if self._waiting:
             self._waiting[0].start_reads()
+        # Without lookups, nothing was read early, so later writes are harmless. All ranks have the same
+        # lookups, so all take part in the exchange or none does.
         if current.lookups:
             self._write_check = _WriteCheck(current.describe_new_write(), self._axis, self._device)
         return current.batch

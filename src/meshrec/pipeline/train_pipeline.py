@@ -13,8 +13,8 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch. Meanwhile, ranks exchange IDs for the next batch, and the loader reads the batch
-    after.
+    """Training loop with lookahead: while a batch computes, ranks exchange IDs for the next batch, and the
+    loader reads the batch after it.
 
     Outputs, weights and optimizer state are bit-identical to those from this loop::
 

@@ -31,6 +31,8 @@ class Update:
         self._model, self._optimizer = model, optimizer
         # Fused table optimizers, and all other optimizers. Steps of the former come first.
         self._tables, self._others = _split_optimizers(optimizer)
+        # Fixed for the lifetime of this object. Without it, dense gradients are reduced inside the backward
+        # pass.
         self._parallel = next((m for m in model.modules() if isinstance(m, DistributedModelParallel)), None)
 
     @contextmanager
@@ -93,6 +95,7 @@ class Update:
         """
         if not module.has_ordinary_gradients:
             return True  # the tables count their updates
+        # A parameter without elements has no rows on this rank which could change.
         stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         return all(id(parameter) in stepped or parameter.numel() == 0 for parameter in module.parameters())
 

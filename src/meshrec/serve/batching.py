@@ -158,6 +158,7 @@ class Batcher:
         """
         # Checked again, now with the actual sample count, and after the time for reading the body.
         self.check(deadline, request.num_samples)
+        # With weight 0.1, the average follows about the last ten requests.
         self._usual_samples += 0.1 * (min(request.num_samples, self._limits.max_batch) - self._usual_samples)
         if request.num_samples <= self._limits.max_batch:
             return await self._enqueue(request, deadline)
@@ -319,6 +320,7 @@ class Batcher:
         since = max(self._finished, min(work.since for work in batch))
         self._finished = now
         # Seconds per sample, including the time for parsing and answering.
+        # With weight 0.2, both averages follow about the last five batches.
         pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
         # Scoring alone, without queueing: sizes batches and pieces.

@@ -95,6 +95,7 @@ class Child:
         """Kill the child."""
         if self._socket is not None:
             self._socket.close()
+            # Not SIGTERM: the child may be busy for minutes, and has nothing to save.
             self._socket = None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)

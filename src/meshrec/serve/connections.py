@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from meshrec.serve.options import ConnectionLimits
 
-# Seconds between checks of all connections for expired deadlines.
+# Seconds between checks of all connections for expired deadlines, which are at least seconds long.
 _SECONDS_BETWEEN_SWEEPS = 0.25
 # Seconds for which a refused connection continues reading. Closing it with unread data would make the kernel
 # reset the connection, and the client would lose the answer.
@@ -296,6 +296,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+            # Closing waits until all data is sent, and the client may never read it.
             self.loop.call_later(_SECONDS_TO_LINGER, self.transport.abort)
 
     def refuse(self, status: int, reason: str) -> None:
@@ -540,6 +541,7 @@ def _format_header(value: bytes) -> str:
     return repr(value[:80].decode("latin-1"))
 
 
+# Cached, because a client usually opens several connections.
 @functools.lru_cache(1024)
 def client_key(address: str) -> str:
     """Return the client to which an address counts: the IPv4 address, or the 64-bit network of an IPv6

@@ -121,6 +121,7 @@ class Deltas:
         """
         try:
             record = self._next_record()
+            # Read completely before any weight changes, so that a damaged delta changes nothing.
             delta = None if record is None else read_delta(self._folder, record)
             if record is not None and delta is not None:
                 record, delta = self._package_named(record, delta)

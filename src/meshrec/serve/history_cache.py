@@ -83,6 +83,7 @@ class HistoryCache:
     def find(self, values_NF: Ints) -> CachedPrefix | None:
         """Return the longest cached prefix of a history, and mark it as used; None if no prefix is cached."""
         values, width = values_NF.tobytes(), values_NF[:1].nbytes
+        # Longest prefix first, because it leaves the fewest items to encode.
         for num_items in range(len(values_NF), 0, -1):
             # Building a key copies up to the whole history: test the cheap count first.
             if (values[:width], num_items) in self._lengths:

@@ -104,6 +104,7 @@ class ServedModel:
         *,
         keep_histories: int = 0,
     ) -> None:
+        # Name, package and metrics stay the same for this version.
         self.name, self._package, self._metrics = name, predictor.version, metrics
         # Fixed for this version; large bodies are parsed by it in another process.
         self.signature = signature_of(predictor)
@@ -369,6 +370,7 @@ class Repository:
                 # In the thread that scores requests later, so that it is warm.
                 await served.batcher.run_in_thread(lambda: self._warm_up(served))
             except Exception as error:
+                # Unexpected errors, such as in a damaged program, also become a reason in the index.
                 if not isinstance(error, PackageError | ValueError | RuntimeError | OSError):
                     error = RuntimeError(f"{type(error).__name__}: {error}")
                 # A failed rollback does not affect the served version or an unloaded model.

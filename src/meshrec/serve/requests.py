@@ -13,7 +13,7 @@ from meshrec.data.raw_values import DENSE, RawValues, table_of
 
 # B samples, D dense columns, F features, N IDs
 
-# Maximum number of IDs and dense values in a request after shared values are repeated.
+# Maximum number of IDs and dense values in a request after shared values are repeated: 128 MiB of IDs.
 _MAX_REPEATED = 1 << 24
 # Maximum nesting depth of JSON lists.
 _MAX_DEPTH = 16

@@ -193,6 +193,7 @@ async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
         )
     # Refuse by the announced length, before any of the body is read. A chunked body has no length, so the
     # loop below counts as well.
+    # A number of more than 18 digits is above any limit.
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise _too_large(limit)

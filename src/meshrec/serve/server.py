@@ -99,6 +99,7 @@ class Server:
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
             timeout_keep_alive=math.ceil(options.connections.idle_seconds),
+            # Seconds after which uvicorn cancels requests that are still running.
             timeout_graceful_shutdown=60,
         )
         self._uvicorn = _HttpServer(config, self._guard, options.linger, options.connections.header_seconds)

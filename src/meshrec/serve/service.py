@@ -105,6 +105,7 @@ class ScoringService:
         Raises:
             RequestError: the model is unknown or not ready.
         """
+        # "error" stays if an exception other than a refusal ends the request.
         start_time, name, outcome = time.monotonic(), "", "error"
         try:
             name = self._served(requested).name

@@ -180,6 +180,7 @@ class _Supervisor:
         here, there = multiprocessing.Pipe()
         parent_link = ParentLink(there, self._loaded, index)
         ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
+        # Forked, so that a worker starts with all modules imported. The parent has a single thread.
         process = multiprocessing.get_context("fork").Process(
             target=_run_worker,
             args=(self._models, self._options, self._listener, parent_link),
@@ -216,6 +217,7 @@ class _Supervisor:
         """Send SIGHUP (reload), or SIGTERM for any other signal (stop), to all workers."""
         if number != signal.SIGHUP:
             self._is_stopping, number = True, signal.SIGTERM
+            # No replacement worker will need the socket. Workers have copies of it.
             self._listener.close()
         else:  # a reload applies all deltas again, which ends rollbacks
             self._changes = {m: change for m, change in self._changes.items() if change[0] == "unload"}

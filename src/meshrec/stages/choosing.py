@@ -195,7 +195,7 @@ def max_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """Return seconds per step which no cut into ``num_stages`` stages can beat.
+    """Return a lower bound on the seconds per step over all cuts into ``num_stages`` stages.
 
     If the search proved ``cut`` to be the fastest, the bound is the predicted time of ``cut``. Otherwise, the
     bound assumes that all stages take equally long, but no less than the slowest unit.

@@ -70,6 +70,7 @@ def measure_and_choose(
     final = set(traced.output.all_input_nodes)
     programs = [program(traced, unit.nodes, final) for unit in traced.units]
     needs, shared = [unit.needs for unit in traced.units], shared_parameters(traced)
+    # Forward passes change buffers, such as batch norm statistics.
     before = [buffer.clone() for buffer in traced.model.buffers()]
     threads = torch.get_num_threads()
     choices: dict[int, _Measured] = {}

@@ -72,7 +72,7 @@ class Staging(NamedTuple):
 
 
 class StageFlow:
-    """Which values a stage receives from other stages, and which values it sends to them.
+    """Values that a stage receives from other stages, and values that it sends to them.
 
     Args:
         staging: all stages of the model.

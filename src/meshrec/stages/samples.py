@@ -225,6 +225,7 @@ def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
 
     The result is None if ``value`` is not a container.
     """
+    # Not by pytree, for which dataclasses are leaves.
     # Named tuples take their items as separate arguments.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)

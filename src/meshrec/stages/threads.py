@@ -41,6 +41,7 @@ class Workers:
         # A thread per (source, destination), created on first use and kept for later batches.
         self._copy_threads: dict[tuple[int, int], ThreadPoolExecutor] = {}
         for pool in self._pools:
+            # Set in the thread itself, because OpenMP's thread count belongs to the calling thread.
             pool.submit(torch.set_num_threads, num_threads).result()
 
     def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None], *, here: bool) -> None:

@@ -90,6 +90,7 @@ def trace(model: nn.Module) -> Traced:
             f"{type(model).__name__}.forward cannot be traced into stages: {error}. Move data-dependent "
             "branches into a submodule (it then stays whole), or pass nn.Sequential of the stages."
         ) from error
+    # Otherwise nodes whose results nobody reads would become units.
     graph.eliminate_dead_code()
     inputs = _input_nodes(graph)
     output = next(node for node in graph.nodes if node.op == "output")

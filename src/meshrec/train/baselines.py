@@ -67,6 +67,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
         yield from _label_baselines(dataset, None, tell)
         return
     by_label = [_label_baselines(dataset, number, tell) for number in range(len(dataset.labels))]
+    # Baseline by baseline over all labels, so that each result is yielded as soon as it is complete.
     for results in zip(*by_label, strict=True):
         quality: dict[str, dict[str, float]] = {}
         for label, result in zip(dataset.labels, results, strict=True):

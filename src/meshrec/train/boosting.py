@@ -23,6 +23,7 @@ _SMOOTHING = 20.0
 _MIN_ROW_WEIGHT = 10
 _OPTIONS = {
     "objective": "binary",
+    # Early stopping uses the metric by which runs select their weights.
     "metric": "auc",
     "learning_rate": 0.1,
     "max_depth": NUM_LEVELS,

@@ -79,6 +79,7 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
     Raises:
         ValueError: no sharding plan fits into memory; raised on every rank.
     """
+    # The dense part draws its initial values while the model is built.
     seed = recipe.training.seed
     torch.manual_seed(seed)
     seed_python_and_numpy(seed, "build")
@@ -101,6 +102,7 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
         model: model with tables on ``meta``.
         dataset: the dataset, on which the planner measures features.
         ranks: the ranks, from `join`.
+    # All parameters but the tables, which the fused optimizer updates.
     """
     topology = topology_of(
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
@@ -130,6 +132,7 @@ def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Rank
     for child in model.modules():
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)
+    # After `_allocate`, because tensors on ``meta`` cannot be copied to a device.
     model.to(ranks.device)
     fuse(model, optimizer=recipe.tables, update=_update_mode(recipe))
     tables = model.fused_optimizer
@@ -177,6 +180,7 @@ def _with_optimizers(
     # Table rows are updated in backward or by this optimizer's step; see `_update_mode`.
     optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
     limit = recipe.training.clip_norm
+    # Around both optimizers, so that the norm covers tables and dense part together.
     if limit is not None:
         optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=limit)
     return BuiltModel(model, tables, dense, optimizer, plan)

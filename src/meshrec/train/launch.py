@@ -101,7 +101,7 @@ def _received_signals() -> Iterator[list[int]]:
         yield received
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    # Nor is a handler that another library has installed in C replaced, which Python could not restore.
+    # Also keep handlers that a library has installed in C, because Python could not restore them.
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     try:
         for number in before:
@@ -133,6 +133,7 @@ def _wait(ranks: RankProcesses, folder: RunFolder, rank_timeout: float, signals:
         ranks.wait(_POLL_SECONDS)
         pending = signals[num_sent:]
         num_sent += len(pending)
+        # Only after the first failure: from then on, `end` is finite.
         if ranks.failures() and end == math.inf:
             pending = [*pending, signal.SIGTERM]
         for number in pending:
@@ -147,7 +148,7 @@ def _wait(ranks: RankProcesses, folder: RunFolder, rank_timeout: float, signals:
 
 
 def _stragglers(folder: RunFolder, num_ranks: int, started: float) -> list[int]:
-    """Return the ranks without an error, if another rank has failed `_GRACE_SECONDS` ago or earlier.
+    """Return the ranks without an error, if another rank failed at least `_GRACE_SECONDS` ago.
 
     Args:
         folder: run folder with error files.

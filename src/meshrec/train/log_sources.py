@@ -52,8 +52,8 @@ class LogSource(ABC):
     exclude_seen: bool = True
     """Whether rankings exclude items that the user had before."""
     evaluated_users: int | None = 20_000
-    """Maximum number of users whose held-out items are evaluated. Of more users, a random sample is: with
-    20,000, a recall of 0.1 is exact to 0.004. None: all users.
+    """Maximum number of users whose held-out items are evaluated; None: all users. If there are more users, a
+    random sample is evaluated. With 20,000 users, a recall of 0.1 is exact to 0.004.
     """
     hashed: int | None = None
     """Maximum row count of an item table with hashed keys (`meshrec.Hashed`). None: every item has a row."""
@@ -102,6 +102,7 @@ class LogSource(ABC):
             raise ValueError(
                 "a run of next items scores no rows. Write recommendations with `meshrec recommend`."
             )
+        # A log that the user names is evaluated completely.
         source = replace(self, evaluated_users=None)
         dataset = source.dataset_of(self.interactions(features, data).log, "leave_last_out")
         assert dataset.test is not None

@@ -46,6 +46,7 @@ class NextItemConfig(ABC):
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model for a dataset, with the item table on ``meta``; see `HistoryParts.of`."""
+        # All fields are constructor arguments of the model, except those that are popped below.
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         parts = HistoryParts.of(dataset, options.pop("embedding_dim"), options.pop("table_std"))
         # Only some configurations have the option `times`.

@@ -21,7 +21,7 @@ Line = Mapping[str, Any]
 
 
 class Started(NamedTuple):
-    """Event: the run starts its first step. It has everything that is known before.
+    """Event: the run starts its first step, with everything that is known before this step.
 
     Attributes:
         recipe: the recipe.
@@ -89,7 +89,7 @@ class Evaluated(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """Event: there is a message for the user.
+    """Event: a message for the user.
 
     Attributes:
         text: the message.
@@ -99,7 +99,7 @@ class Reported(NamedTuple):
 
 
 class Progressed(NamedTuple):
-    """Event: there is progress on a task outside training.
+    """Event: progress of a task outside training.
 
     Attributes:
         task: name of the task, such as ``baselines``.

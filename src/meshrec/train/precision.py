@@ -112,6 +112,7 @@ def check_loss(model: nn.Module, reader: "Reader", ranks: Ranks, loss: Loss) -> 
     Returns:
         Both losses, or None if the loss is not among the metrics.
     """
+    # Without dropout, which would give both precisions different losses.
     model.eval()
     try:
         batches = list(

@@ -58,6 +58,7 @@ def csv_to_parquet(
     import pyarrow.csv as csv
     import pyarrow.parquet as pq
 
+    # Empty strings count as missing values.
     types = dict.fromkeys(texts, pa.string()) | dict.fromkeys(times, pa.timestamp("s"))
     convert = csv.ConvertOptions(
         column_types=types, timestamp_parsers=list(times.values()), strings_can_be_null=True

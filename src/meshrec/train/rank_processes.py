@@ -128,9 +128,11 @@ def _run_rank(
     for descriptor, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), descriptor)
         stream.close()
+    # The buffering was chosen for the streams of the server.
     for text in filter(None, (sys.stdout, sys.stderr)):
         text.reconfigure(line_buffering=os.isatty(text.fileno()))
     os.chdir(folder)
+    # The server has the variables of the time at which it was started.
     os.environ.clear()
     os.environ.update(environment)
     # Values which the server has taken from its own variables.

@@ -151,6 +151,7 @@ class _BaselineEvaluator:
         rows = self._items_of_users()
         norms_I = np.sqrt(np.asarray(rows.sum(0)).ravel())
         unit = (rows @ sparse.diags(1 / np.maximum(norms_I, 1e-9))).tocsr()
+        # Up to 1 GB, which the blocks below can use.
         del rows
         # Compute the item similarities a block of rows at a time, and keep only the largest in a row.
         by_item, blocks = unit.tocsc(), []

@@ -163,6 +163,7 @@ class _Reporter:
         """Report a metrics line to Ray, with a pointer to the newest checkpoint if that is new."""
         train: Any = needs("ray.train", "ray")
         metrics = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
+        # Only rank 0 finds a checkpoint. All workers report at the same steps, as Ray requires.
         newest = self._newest()
         if newest is None:
             train.report(metrics)

@@ -229,6 +229,7 @@ class RunFolder:
 
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Append a line with metrics to ``metrics.jsonl``."""
+        # Not written durably: after a crash, readers skip a truncated line.
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(replace_nonfinite(values), allow_nan=False) + "\n")
 
@@ -253,6 +254,7 @@ class RunFolder:
                 retained = [
                     line for line in _read_lines(path) if line["step"] <= last.get(line.get("kind", ""), step)
                 ]
+                # Replaced as a whole, so that a crash leaves either the old or the new lines.
                 write_durably(path, "".join(json.dumps(line) + "\n" for line in retained).encode())
 
 

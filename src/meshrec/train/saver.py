@@ -149,6 +149,7 @@ class CheckpointSaver:
     def save(self) -> None:
         """Start to save a checkpoint in the background."""
         assert self._manager is not None
+        # Before the save, so that the checkpoint ends with a delta; see the class.
         self.publish()
         self._save(self._manager.async_save)
 
@@ -184,6 +185,7 @@ class CheckpointSaver:
         self.publish()
         if self._manager is not None:
             self.wait()
+            # After `wait`: a background save that failed has reset `_saved`.
             # The background save may already have saved this step.
             if self._saved != self._progress.step:
                 self._save(self._manager.save)

@@ -52,6 +52,7 @@ class TrainStep:
     def __init__(
         self, built: BuiltModel, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False
     ) -> None:
+        # Fixed for the lifetime of this object.
         self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
         # Its hooks live as long as the model. The recorded outputs are dropped at every batch.
         self._watch = OutputWatch(built.model)

@@ -60,6 +60,7 @@ class Steps:
         bf16: bool,
     ) -> None:
         training = recipe.training
+        # A single rank has no exchanges to overlap.
         pipeline = training.pipeline and ranks.size > 1
         self.step = TrainStep(built, ranks, recipe.loss, bf16=bf16, pipeline=pipeline)
         self.phases = PhaseTimes(training.phases_every, folder, ranks, is_pipelined=self.step.is_pipelined)
@@ -82,6 +83,7 @@ class Steps:
             StopIteration: no data was left for the step.
         """
         step = lines.progress.step
+        # Set at every step, so that a resumed run has the same rates without stored state.
         self._rates.set(step)
         # With `training.accumulate`, a step has several batches, whose gradients are added up.
         with self.phases.recording(step):

@@ -33,6 +33,7 @@ def stop_with_launcher() -> None:
             connection.wait([ended])
             os.kill(os.getpid(), signal.SIGTERM)
 
+        # A daemon thread does not keep a finished rank alive.
         threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 

@@ -124,6 +124,7 @@ class WandbObserver:
                     id=self._id(),
                     dir=str(self._folder.path.parent),
                     config=dict(flatten(to_json(event.recipe))),
+                    # Continues the W&B run with this ID, or creates it.
                     resume="allow",
                 )
             case Logged(line) | Evaluated(line, _):
