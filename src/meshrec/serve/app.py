@@ -159,7 +159,8 @@ class Routes:
         """Load a model in all workers with the deltas up to the number in the path."""
         self._check_admin(http)
         text = http.path_params["delta"]
-        # Decimal ASCII digits only: int() would accept other scripts, signs and underscores. 18 digits fit int64.
+        # Decimal ASCII digits only: int() would accept other scripts, signs and underscores. 18 digits fit
+        # int64.
         if not text.isascii() or not text.isdecimal() or len(text) > 18:
             raise RequestError(f"the delta must be a number such as 15, got {text[:40]!r}.")
         await _check_parameters(http)
