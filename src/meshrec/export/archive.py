@@ -50,8 +50,10 @@ def load_compiled(path: Path) -> Any:
     # killed. Remove it at once: the library is in memory.
     with _loading:
         parent = Path(os.environ.get("TMPDIR", "/tmp"))
+        # Only a folder that did not exist before is removed, so those of other processes stay.
         before = _extracted_folders() | {str(path) for path in parent.iterdir()}
         # torch._inductor.aoti_load_package would import the compiler, which takes seconds.
+        # The other arguments: model name, several threads allowed, a single runner, no device index.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         for folder in _extracted_folders() - before:
             CreatedPath.at(Path(folder)).remove_tree()

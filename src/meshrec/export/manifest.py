@@ -266,6 +266,7 @@ def _weights_end(manifest: Mapping[str, Any]) -> int:
     """Return the ``weights.bin`` size in bytes, according to the manifest."""
     if not manifest["weights"]:
         return 0
+    # In file order, as ``_check_weights`` has verified.
     last = WeightRecord(**manifest["weights"][-1])
     end = last.offset + last.num_bytes
     return end + -end % ALIGNMENT

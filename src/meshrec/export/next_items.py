@@ -54,6 +54,7 @@ class NextItemQuery(nn.Module):
         # Queries need neither the training sampler, nor new users' scores, which are stored with the
         # items.
         left_out = ("draws", "new_user_scores")
+        # A new dict, because the shallow copy shares the dict of the caller's model.
         self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

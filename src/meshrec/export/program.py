@@ -49,6 +49,7 @@ class Program(nn.Module):
         self._model = [model]
         self._names, self._features = list(names), list(features)
         self._scores, self._shared = scores, frozenset(shared)
+        # Not pooled, so every sample needs a copy of the bags.
         self._repeated = self._shared & _unpooled(model)
 
     def forward(

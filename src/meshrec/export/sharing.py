@@ -119,6 +119,7 @@ class _Sharing:
                     self._columns_of[late] = columns
                 self._columns_of[node] = columns
                 self._touched.add(node)
+        # In reverse order, so that the users of a node are erased first.
         for node in reversed(list(self._graph.nodes)):
             if node in self._touched and not node.users:
                 self._graph.erase_node(node)
@@ -319,6 +320,8 @@ class _Sharing:
         if is_shared[0]:
             first = self._select_columns(dense, True)
         else:
+            # The operator needs a dense vector, so the first shared vector takes this role. The pairs stay
+            # the same.
             first = self._call(_aten.select.int, vectors, 1, 0)
             vectors = self._call(_aten.slice.Tensor, vectors, 1, 1, _shape(vectors)[1])
         shared = self._call(_DOTS, first, vectors)

@@ -39,6 +39,7 @@ def write_torchscript(
     graph = module.graph
     graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    # The first placeholders are the weights. The remaining placeholders stay inputs.
     # Numbered, because weight names contain dots, which buffers do not allow.
     for number, (node, weight) in enumerate(zip(placeholders, weights.values(), strict=False)):
         module.register_buffer(f"weight_{number}", weight.detach())

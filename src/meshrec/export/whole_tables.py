@@ -56,6 +56,7 @@ def _merge_shards(module: Any) -> TableCollection:
     # The collection is on meta. Rows are allocated here, then filled from the shards.
     allocate_rows(collection, configs())
     state = module.state_dict()
+    # Streamed parts are read block by block during the load. Split tensors are merged first.
     collection.load_state_dict(
         {
             name: value if isinstance(value, StreamedPart) else getattr(value, "full_tensor", value.clone)()

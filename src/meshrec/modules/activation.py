@@ -23,6 +23,7 @@ class SwishLayerNorm(nn.Module):
     def __init__(self, input_dims: int | Sequence[int], device: torch.device | None = None) -> None:
         super().__init__()
         sizes = [input_dims] if isinstance(input_dims, int) else list(input_dims)
+        # A Sequential as in TorchRec, so that parameter names are equal.
         self.norm = nn.Sequential(nn.LayerNorm(sizes, device=device), nn.Sigmoid())
 
     def forward(self, input: Tensor) -> Tensor:

@@ -166,6 +166,7 @@ class HSTUBlock(nn.Module):
         self.output = Linear(num_heads * hidden_dim, width, device=device)
         self.drop = nn.Dropout(dropout)
         # Distances from -(max_length - 1) to max_length - 1.
+        # The size is 0 without a position bias, for which ``_bias`` creates no parameter.
         self.position_bias = _bias((2 * max_length - 1) * position_bias, device)
         self.time_bias = _bias(num_time_buckets, device)
 

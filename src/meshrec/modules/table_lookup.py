@@ -96,6 +96,7 @@ class TableLookup:
         """Configs of hashed tables by table index."""
         self._served: dict[int, ServedTable] = {}  # by table index; set by serve(), for export
         self.bounds_check = bounds_check
+        # Every lookup asks for the mode, so the comparisons are made once.
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
         self._num_clamped = torch.zeros((), dtype=torch.int64)  # total of all batches so far
@@ -185,6 +186,7 @@ class TableLookup:
             flat=flat,
             dims=self.dims,
         )
+        # First, because invalid IDs are found by row counts, and slots below are not IDs.
         lookups = self._clamp(lookups) if self._clamps_ids else lookups
         if hashed:
             check_integers(lookups.values)
