@@ -17,6 +17,8 @@ from meshrec.cli import checkpoint, evaluate, export, quantize
 from meshrec.cli.train import main as train
 from meshrec.data.features import Features, Label, Number, Vocabulary
 from meshrec.export import Predictor
+from meshrec.models import SampledSoftmax
+from meshrec.models.repeats import RepeatScores
 from meshrec.optim import Adam
 from meshrec.runs.fitting import features_of
 from meshrec.runs.job import Job
@@ -24,7 +26,18 @@ from meshrec.runs.removing import remove_run
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.scoring import load_scorer
 from meshrec.runs.worker import run_rank
-from meshrec.train import DenseOptimizer, Frame, Log, Parquet, Recipe, Training, WideDeepConfig, join
+from meshrec.train import (
+    DenseOptimizer,
+    Frame,
+    Log,
+    NextItem,
+    Parquet,
+    Recipe,
+    SASRecConfig,
+    Training,
+    WideDeepConfig,
+    join,
+)
 from meshrec.train.observers import Progressed
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, finished_refit
 from tests.export.conftest import torchs_own_warnings
@@ -277,6 +290,30 @@ def test_a_log_is_fitted_again_on_all_items(tmp_path):
     assert whole.test is None
     targets = next(iter(whole.train.batches(100))).sparse[whole.item].lengths()
     assert int(targets.sum()) == 240 - 40
+
+
+def test_the_second_fit_keeps_the_settings_that_validation_data_selected(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    log = pa.table(
+        {"user": np.repeat(np.arange(40), 6), "item": rng.integers(0, 12, 240), "time": np.arange(240)}
+    )
+    pq.write_table(log, tmp_path / "log.parquet")
+    recipe = Recipe(
+        name="again",
+        data=Log(log=(str(tmp_path / "log.parquet"),), history=5, exclude_seen=False),
+        model=SASRecConfig(embedding_dim=4, softmax=SampledSoftmax(num_negatives=4, repeats=True)),
+        loss=NextItem(),
+        tables=Adam(lr=0.01),
+        training=Training(batch_size=16, epochs=1),
+    )
+    # As if the largest offset and the smallest factor were the best.
+    best = torch.tensor([16.0, 0.0])
+    monkeypatch.setattr(RepeatScores, "choose", lambda self, quality: self.chosen.copy_(best))
+    _, run = fitted(recipe, tmp_path)
+    for folder in (run, finished_refit(run)):
+        weights = tmp_path / f"{folder.path.name}.safetensors"
+        export_safetensors(find_checkpoint(folder.path), weights)
+        assert tensor_in(weights, "repeats.chosen").tolist() == [16, 0]
 
 
 def test_what_cannot_be_fitted_again_is_refused_before_training(tmp_path, small):

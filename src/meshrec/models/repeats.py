@@ -25,12 +25,12 @@ largest ``o`` and with ``t = 0``, history items come first, ordered by ``w @ f``
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshrec.models.settings import ValidatedSettings
 from meshrec.sparse import JaggedTensor
 
 # B samples, L items in the longest history, P prefixes per history, N (sample, item) pairs
@@ -42,8 +42,6 @@ _WEIGHT_SCALE = 30.0
 step. With a rate of 1e-3 and no factor, ``w`` would need a whole training run to reach the size of a log
 count.
 """
-_CANDIDATES = ((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.0, 0.25, 0.5, 1.0))
-"""Values for ``o``, and for ``t``, that `RepeatScores.choose` tries, ascending."""
 _PADDING_ID = -(1 << 63)
 """ID at padded history positions, which is not an item's ID."""
 
@@ -81,7 +79,7 @@ class RepeatedItems(NamedTuple):
     factor: Tensor
 
 
-class RepeatScores(nn.Module):
+class RepeatScores(ValidatedSettings):
     """Parameters of the scores for items that are in a user's history; see [Note: repeated items].
 
     Parameter ``weight`` has the trained values: ``g``, the factor for the similarity, and ``w`` divided by
@@ -94,10 +92,11 @@ class RepeatScores(nn.Module):
         device: device for the weights.
     """
 
-    chosen: Tensor  # ``o`` and ``t``, float32 [2]: set by `choose` in every evaluation on validation data
+    # ``o``, then ``t``.
+    candidates = ((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.0, 0.25, 0.5, 1.0))
 
     def __init__(self, num_items: int, max_length: int, *, device: torch.device | None = None) -> None:
-        super().__init__()
+        super().__init__((0.0, 1.0), device=device)
         # With these initial values, history items together get about half the probability, divided by their
         # recent counts.
         bias = max(math.log(num_items / max_length), 0.0)
@@ -106,31 +105,6 @@ class RepeatScores(nn.Module):
         self.weight = nn.Parameter(
             torch.tensor([0.0, *(value / _WEIGHT_SCALE for value in initial)], device=device)
         )
-        self.register_buffer("chosen", torch.tensor([0.0, 1.0], device=device))
-
-    def choose(self, quality: Callable[[], float]) -> None:
-        """Select the best ``o``, then the best ``t``, and store both in ``chosen``.
-
-        The search is hill climbing from the current values over the values in `_CANDIDATES`.
-
-        Args:
-            quality: function that evaluates the model with the current ``chosen``; higher is better.
-        """
-        for number, choices in enumerate(_CANDIDATES):
-            # Neighbors of the current value only: every candidate costs an evaluation.
-            at = choices.index(float(self.chosen[number]))
-            qualities: dict[int, float] = {}
-            while True:
-                for candidate in range(max(at - 1, 0), min(at + 2, len(choices))):
-                    if candidate not in qualities:
-                        self.chosen[number] = choices[candidate]
-                        qualities[candidate] = quality()
-                # The current one wins ties.
-                best = max(qualities, key=lambda candidate: (qualities[candidate], candidate == at))
-                if best == at:
-                    break
-                at = best
-            self.chosen[number] = choices[at]
 
 
 def prefix_items(weight_F: Tensor, history: JaggedTensor, stops_BP: Tensor) -> PrefixItems:

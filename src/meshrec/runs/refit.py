@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshrec.metrics.named import leading_text
+from meshrec.models.settings import copy_settings
 from meshrec.planner import save_plan
 from meshrec.runs.fitting import load_data
 from meshrec.runs.job import Job
@@ -150,6 +151,8 @@ def refit(
             observer(event)
 
     refit_trainer = Trainer(recipe, dataset, ranks, folder=final, observer=observe, stop=stop)
+    # The refit has no validation data to select them on.
+    copy_settings(trainer.built.model, refit_trainer.built.model)
     config = final.read_json(CONFIG)
     if config is not None:
         # An interrupted refit continues only on the same data.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshrec.data import Dataset, Reader
 from meshrec.metrics import auc_interval, binary_curves, effective_sizes, score_histograms
 from meshrec.metrics.named import metric_title, quality
-from meshrec.models.repeats import RepeatScores
+from meshrec.models.settings import ValidatedSettings
 from meshrec.train.evaluation import EVALUATION_BATCH, Scored, concat_weights, evaluation_batch_size, score
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
@@ -67,17 +67,16 @@ class WeightsEvaluator:
             ValueError: all validation sample weights are 0.
         """
         # Before the evaluation, whose metrics depend on the selected settings.
-        self._tune_repeats(step)
+        self._tune_settings(step)
         self._validate(step, step, tests=True)
         self.last_step = step
         return self.early.record(quality(self.validation), step)
 
-    def _tune_repeats(self, step: int) -> None:
-        """Select how the model scores items that are already in a user's history.
+    def _tune_settings(self, step: int) -> None:
+        """Select the model's settings that are not trained, such as those in [Note: repeated items].
 
-        The settings are selected on the validation data, by the metric that also selects the best weights;
-        see [Note: repeated items] in ``models/repeats.py``. Does nothing if the model scores these items like
-        all other items.
+        The settings are selected on the validation data, by the metric that also selects the best weights.
+        Most models have no such settings.
 
         Args:
             step: current training step, for errors.
@@ -91,7 +90,7 @@ class WeightsEvaluator:
             return quality(metrics) or 0.0
 
         for module in self._model.modules():
-            if isinstance(module, RepeatScores):
+            if isinstance(module, ValidatedSettings):
                 # Tries several settings, each with a full evaluation.
                 module.choose(measured)
 
