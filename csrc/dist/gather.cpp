@@ -76,6 +76,7 @@ struct Pooled {
   float scale(const PooledPiece& piece, int64_t sample) const {
     if (piece.mean_use < 0) return 1.0f;
     const int64_t* bag = bags->offsets + bags->first_bag[keys[piece.mean_use]] + sample;
+    // An empty bag has no rows, and 1 / 0 would make its sum NaN.
     return bag[1] > bag[0] ? 1.0f / static_cast<float>(bag[1] - bag[0]) : 0.0f;
   }
 
@@ -126,6 +127,7 @@ struct Sources {
       row_bytes.push_back(coded == nullptr ? pooled.dims[source] * size : coded->row_bytes[source]);
       first_byte.push_back(first_byte.back() + pooled.batch * row_bytes.back());
     }
+    // With a link, nothing is received: the rows are read from the memory of the senders.
     if (link == 0 && message.numel() * size != first_byte.back())
       fail("received ", message.numel(), " elements in place of ", first_byte.back() / size);
   }
@@ -139,11 +141,14 @@ struct Sources {
     // instead.
     const char* found = received + first_byte[source] + first * bytes;
     if (link != 0) {
+      // Grows only, because later chunks of the same thread use the memory again.
       if (int64_t(memory.copy.size()) < num_rows * bytes) memory.copy.resize(num_rows * bytes);
       found = static_cast<const char*>(
           read_from_link(link, exchange, source, first * bytes, num_rows * bytes, memory.copy.data()));
+      // Other chunks then stop early, and `gathered` throws on the calling thread.
       if (found == nullptr) failed = true;
     }
+    // The address that row 0 would have, because pieces index rows by sample.
     if (coded == nullptr || found == nullptr) return found - first * bytes;
     if (int64_t(memory.decoded.size()) < num_rows * dim) memory.decoded.resize(num_rows * dim);
     int64_t first_column = dim, end_column = 0;  // other pieces of this source may follow later
@@ -320,6 +325,7 @@ struct Sequence {
   void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
     const IntervalFinder interval_of(router, use);
     const int64_t dim = dims[use];
+    // The use reads a data-parallel table, whose rows were not sent.
     if (dim == 0) return;
     const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
     const int64_t first = bags.first_id(keys[use]), count = bags.num_ids(keys[use]);
@@ -396,6 +402,7 @@ Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optiona
 template <typename Id>
 void add_weight_grads(const Router& router, const Bags& bags, const std::vector<int64_t>& keys,
                       const Id* values, std::vector<const float*>& next, float* out) {
+  // Sequential, because uses may share a key and then add to the same elements.
   for (int64_t use = 0; use < router.num_uses; ++use) {
     if (router.num_rows(use) == 0) continue;
     const IntervalFinder interval_of(router, use);

@@ -28,6 +28,7 @@ int64_t packed_run(const Id* ids, int64_t count, uint8_t* out) {
     }
     const int width = std::bit_width(all);
     *out++ = uint8_t(width);
+    // 128 bits hold up to 63 pending bits and a gap of up to 63 bits.
     unsigned __int128 bits = 0;
     int held = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -51,6 +52,7 @@ const uint8_t* unpacked_run(const uint8_t* in, const uint8_t* end, int64_t count
     if (in == end) return nullptr;
     const int width = *in++;
     const int64_t size = (n * width + 7) / 8;
+    // A damaged message must not make the loop read past the end.
     if (width > 63 || end - in < size) return nullptr;
     const uint64_t mask = (uint64_t(1) << width) - 1;
     const uint8_t* const next = in + size;
@@ -92,6 +94,7 @@ std::tuple<Tensor, Tensor> pack_ids(Tensor ids, std::vector<int64_t> counts) {
                              : packed_run(values.const_data_ptr<int64_t>() + first, counts[run], out);
     sizes.mutable_data_ptr<int64_t>()[run] = size, out += size;
   }
+  // A copy of the exact size, because the room above is only an upper bound.
   Tensor message = empty_buffer({out - begin}, ScalarType::Byte);
   std::memcpy(message.mutable_data_ptr(), begin, out - begin);
   return {message, sizes};

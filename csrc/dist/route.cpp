@@ -203,6 +203,7 @@ Tensor lay_out(Routing& routing, int64_t num_ranks, Tensor& header_tensor) {
   }
   Tensor payload = empty_cpu(total, ScalarType::Int);
   int32_t* message = payload.mutable_data_ptr<int32_t>();
+  // Routes are numbered in rank order, so a single pass assigns all of them.
   int64_t route = 0;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const int64_t* row = header + kHeaderFields * rank;
@@ -311,6 +312,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack_ids(Tensor received, Tensor he
     const int64_t block_bags = segment[num_routes] - segment[0], expected = end + row[2];
     segment += num_routes;
     for (int64_t bag = 0; bag < block_bags; ++bag) *offsets++ = end += message[bag];
+    // Before the IDs are copied, because a wrong sum would lead past the message.
     if (end != expected) fail("lengths do not sum to the number of ids in the message of rank ", rank);
     message += block_bags;
     const int64_t bytes = row[2] * words_per_id * static_cast<int64_t>(sizeof(int32_t));

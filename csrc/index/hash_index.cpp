@@ -46,6 +46,7 @@ std::tuple<Tensor, Tensor> index_find_parts(std::vector<Tensor> memory, std::vec
   Tensor slots = new_int64(given.numel()), absent = new_int64(int64_t(parts));
   const auto* from = static_cast<const int64_t*>(given.const_data_ptr());
   auto* to = static_cast<int64_t*>(slots.mutable_data_ptr());
+  // Atomic, because pieces of the same part may run on several threads.
   std::vector<std::atomic<int64_t>> missing(parts);
   for_pieces(pieces_of(given.numel(), starts, ends), from, to, [&](const IdPiece& piece) {
     const size_t p = size_t(piece.part);
@@ -71,6 +72,7 @@ Index index_at(void* const* memory, uint64_t seed) {
 }
 
 // Runs work on the index whose memory addresses C code passed.
+// No exception may leave a C function, which Python calls through ctypes.
 template <typename Work>
 int64_t with_index(void* const* memory, uint64_t seed, const Work& work) try {
   Index index = index_at(memory, seed);
@@ -102,6 +104,7 @@ MESHREC_C meshrec_index_give(AssignArgs* all, int64_t count) {
   for (int64_t k = 0; k < count; ++k) num_absent += all[k].num_absent;
   for_indexes(count, num_absent, [&](int64_t k) {
     const auto own = [&](Index& index) -> int64_t { return index.assign_slots(all[k]); };
+    // Reported per index, because the calls for other indexes may have succeeded.
     if (with_index(all[k].memory, all[k].seed, own) != 1) all[k].num_assigned = -1;
   });
   return 0;
@@ -121,6 +124,7 @@ MESHREC_C meshrec_index_free(FreeArgs* all, int64_t count) try {
   const auto for_all = [&](const auto& work) {
     for_indexes(count, num_slots, [&](int64_t k) { work(indexes[size_t(k)], all[k], parts[size_t(k)]); });
   };
+  // Two phases: no index frees a slot unless all of them can.
   for_all([](Index& index, FreeArgs& own, Index::Partition& keys) {
     try {
       own.status = index.begin_free(own, keys);

@@ -113,6 +113,7 @@ Tensor marked_between(Tensor values, std::optional<Tensor> marks, int64_t least,
     const auto is_chosen = [&](int64_t i) {
       return bool(is_marked(i)) & bool(value[i] >= least) & bool(value[i] <= greatest);
     };
+    // Two passes: the counts of the first give every piece its positions in the result.
     for_values(count, [&](int64_t piece, int64_t begin, int64_t end) {
       int64_t number = 0;
       for (int64_t i = begin; i < end; ++i) number += is_chosen(i);

@@ -29,6 +29,7 @@ void for_slots(const std::vector<Tensor>& slots, const NumRows& num_rows, const 
     const auto [begin, end, k] = pieces[size_t(p)];
     const auto* slot = static_cast<const int64_t*>(lists[size_t(k)].const_data_ptr());
     const int64_t bound = num_rows(size_t(k));
+    // Without a branch per slot. The slow loop below only finds the slot to name.
     bool all_inside = true;
     for (int64_t i = begin; i < end; ++i) all_inside &= uint64_t(slot[i]) < uint64_t(bound);
     // Ends by an exception at the first slot that is outside.
@@ -100,6 +101,7 @@ std::tuple<Tensor, Tensor> release_slots(std::vector<Tensor> pins, std::vector<T
   if (pins.size() != slots.size() || alive.size() != slots.size())
     fail("pins, marks and slots must be as many lists");
   std::vector<std::vector<int64_t>> found(slots.size());
+  // A task per table, because slots repeat within a table and the decrements must not race.
   parallel_tasks(int64_t(slots.size()), [&](int64_t k) {
     auto* const pin = by_slot<int32_t>(pins[k], ScalarType::Int, "pins");
     const auto* const is_alive = by_slot<const bool>(alive[k], ScalarType::Bool, "marks");
@@ -134,6 +136,7 @@ int64_t first_left_of(const Kept& kept, ScalarType type, std::vector<int64_t>& p
   const int64_t bound = kept.scores_now.numel();
   if (kept.scores.numel() != kept.slots.numel() || kept.alive.numel() < bound)
     fail("a row has a score and a slot, and a slot has a score and a mark");
+  // A bitmap over slots, because the slots that stay repeat and are not sorted.
   std::vector<uint64_t> stays(size_t(bound + 63) / 64, 0);
   for (const Tensor* staying : {&kept.used, &kept.gone}) {
     const auto* slot = by_slot<const int64_t>(*staying, ScalarType::Long, "slots");

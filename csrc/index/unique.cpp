@@ -129,6 +129,7 @@ Sorted sort_ids(const Tensor& given, const Work& work) {
   // bits - part_bits is 64 only for part_bits = 0, where the value fills the word: then one bit is split off.
   const bool whole = bits - part_bits == 64;
   const int shift = whole ? 63 : bits - part_bits;
+  // Uninitialized, because `distribute` writes every item.
   Sorted sorted{std::unique_ptr<Item[]>(new Item[count]), {}, least};
   const std::unique_ptr<Item[]> spare(new Item[count]);
   sorted.starts = distribute(ids, count, least, shift, whole ? 2 : num_parts, sorted.items.get());

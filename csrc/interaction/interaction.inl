@@ -61,6 +61,7 @@ void interact(const InteractionArgs& a) {
   const int64_t num_vectors = a.num_sparse + 1, stride = interaction_stride(num_vectors), tile = 2 * kLanes;
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2;
   float *columns = a.scratch, *products = a.scratch + a.dim * stride;
+  // Lanes past the last vector stay 0, so whole tiles can be computed.
   std::memset(columns, 0, a.dim * stride * sizeof(float));
   for (int64_t sample = a.first; sample < a.last; ++sample) {
     for (int64_t i = 0; i < num_vectors; ++i) {
@@ -261,6 +262,7 @@ MESHREC_BF16 void interact_bf16(const InteractionArgs& a) {
   float* products = a.scratch + width / 2 * stride;
   auto* rows = reinterpret_cast<BFloat16*>(products + kBF16Rows * stride);
   auto* sample_out = rows + stride * width;  // a row may be written past the end
+  // Rows past the last vector and columns past the width stay 0.
   std::memset(rows, 0, stride * width * sizeof(BFloat16));
   for (int64_t sample = a.first; sample < a.last; ++sample) {
     for (int64_t i = 0; i < num_vectors; ++i) {
@@ -345,6 +347,7 @@ MESHREC_BF16 void interact_grad_bf16(const InteractionArgs& a) {
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2;
   auto* vectors = reinterpret_cast<uint32_t*>(a.scratch);
   auto* pairs = reinterpret_cast<BFloat16*>(vectors + num_steps * stride);
+  // The diagonal and the padding stay 0, because samples write only the other entries.
   std::memset(pairs, 0, (num_vectors + kBF16Rows) * pairs_stride * sizeof(BFloat16));
   const auto* pair_lanes = reinterpret_cast<const uint32_t*>(pairs);
   for (int64_t sample = a.first; sample < a.last; ++sample) {

@@ -22,6 +22,7 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
   const int64_t num_rows = source.num_rows[0], dim = source.dims[0], bytes = quantised_bytes(dim, bits);
   if (dim == 0) fail("rows without numbers cannot be quantised. Give a weight of at least one column.");
   const uint16_t* given = nullptr;
+  // Keeps the memory alive to which `given` points.
   Tensor params_kept;
   if (params.has_value()) {
     params_kept = as_contiguous(*params);
@@ -41,6 +42,7 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
     for (int64_t first = begin; first < end; first += kQuantizeRows) {
       const int64_t count = std::min(kQuantizeRows, end - first);
       const float* rows = static_cast<const float*>(source.data[0]) + first * dim;
+      // fp16 and bf16 rows are converted to fp32 first, a few rows at a time.
       if (!is_float) {
         std::iota(ids.begin(), ids.end(), first);
         kernels().gather[source.types[0]][1](
@@ -70,6 +72,7 @@ Weights mixed_weights(const std::vector<Tensor>& tensors, const std::vector<int6
   for (size_t feature = 0; feature < tables.size(); ++feature) {
     if (tables[feature] < 0 || tables[feature] >= int64_t(bits.size()))
       fail("a feature reads table ", tables[feature], " of ", bits.size(), ".");
+    // All features of a table have its width, which `check_dims` verifies.
     widths[tables[feature]] = dims[feature];
   }
   Weights weights;

@@ -37,6 +37,7 @@ Requests read(std::istream& lines, const meshrec::Predictor& predictor) {
                                std::to_string(predictor.num_dense()) + " dense values before the first bar.");
     }
     for (std::size_t feature = 0; feature < found.ids.size(); ++feature) {
+      // getline fails for an empty last part, which is allowed: the feature then has no IDs.
       if (!std::getline(parts, part, '|') && !(feature + 1 == found.ids.size() && line.back() == '|')) {
         throw std::runtime_error("line " + std::to_string(found.batch + 1) + ": has no ids of feature '" +
                                  predictor.features()[feature] + "'; write a bar for each feature.");

@@ -79,6 +79,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   char* at(std::size_t offset, std::size_t bytes) const {
+    // Written so that a forged offset cannot make a sum overflow.
     if (offset > size_ || bytes > size_ - offset) fail(path_ + " is too short. Export the model again.");
     return static_cast<char*>(memory_) + offset;
   }
@@ -290,6 +291,7 @@ Predictor::Predictor(const std::string& folder, const Options& options) {
   const std::string place = resolved(folder);
   const auto before = identity(place);
   state_ = std::make_unique<State>(place, options);
+  // The files were opened by name, so the folder must still be the same.
   if (identity(place) != before) fail(place + " became another package while it was read. Load it again.");
 }
 Predictor::~Predictor() = default;

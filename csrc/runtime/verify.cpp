@@ -30,6 +30,7 @@ extern "C" int64_t meshrec_crc32_of_file(int file, int64_t offset, int64_t lengt
 namespace meshrec {
 namespace {
 
+// As BLOCK and _MAX_BYTES in meshrec/durable/digests.py.
 constexpr std::int64_t kBlock = 1 << 22;
 constexpr std::int64_t kMaxBytes = 1 << 28;
 const std::string kCopyAgain =
@@ -75,6 +76,7 @@ bool check_blocks(const File& file, const std::function<bool(std::int64_t block)
   };
   const std::int64_t cores = std::max(1U, std::thread::hardware_concurrency());
   std::vector<std::thread> threads;
+  // At most 8 threads, as in meshrec/durable/digests.py.
   for (std::int64_t t = 1; t < std::min({cores, file.num_blocks(), std::int64_t{8}}); ++t) {
     threads.emplace_back(work);
   }
@@ -147,6 +149,7 @@ void verify_checksums(const std::string& folder, const std::vector<std::string>&
   const std::string path = folder + "/digests.txt";
   const std::string content = content_of(path);
   constexpr std::size_t kLastLine = 13;  // "end ", 8 digits, the line break
+  // A file shorter than the last line has an empty body, and fails the comparison.
   const std::size_t body = content.size() - std::min(content.size(), kLastLine);
   if (content.substr(body) != "end " + hexadecimal(meshrec_crc32(0, content.data(), body)) + "\n") {
     fail(path + " does not have the checksum that it was written with." + kCopyAgain);
@@ -156,6 +159,7 @@ void verify_checksums(const std::string& folder, const std::vector<std::string>&
     const Line& line = line_of(lines, name, path);
     const File file(folder + "/" + name);
     const std::string checksums = line.checksums == "-" ? "" : line.checksums;
+    // Sizes first, because `is_same` indexes the checksums by block.
     const bool is_sized =
         file.size() == line.num_bytes && checksums.size() == 8 * static_cast<std::size_t>(file.num_blocks());
     const auto is_same = [&](std::int64_t block) {

@@ -11,6 +11,7 @@ namespace {
 // Throws unless the offsets start at 0, never decrease, and end at num_ids.
 void check_offsets(const int64_t* offsets, int64_t num_bags, int64_t num_ids) {
   bool falls = false;
+  // Without an early exit, which would keep the compiler from vectorizing the loop.
   for (int64_t bag = 0; bag < num_bags; ++bag) falls |= offsets[bag + 1] < offsets[bag];
   if (offsets[0] != 0)
     fail("offsets start at ", offsets[0], ", not at 0. Pass offsets made from the lengths.");
@@ -44,6 +45,7 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
   if (id_type != ScalarType::Long && id_type != ScalarType::Int)
     fail("ids must be int32 or int64. Convert the values with .long().");
   if (offsets.scalar_type() == ScalarType::Int) {
+    // Kernels read int64 offsets only.
     batch.offsets = torch::stable::to(batch.offsets, ScalarType::Long);
   } else if (offsets.scalar_type() != ScalarType::Long) {
     fail("offsets must be int32 or int64. Convert them with .long().");
@@ -98,6 +100,7 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
   }
   batch.lookups.reserve(num_blocks * num_features);
   for (int64_t block = 0; block < num_blocks; ++block) {
+    // The bag count of the first key stands for the block.
     const int64_t block_rows = starts[block * num_keys + 1] - starts[block * num_keys];
     int64_t column = 0;
     for (int64_t feature = 0; feature < num_features; ++feature) {
@@ -157,6 +160,7 @@ void Weights::add(Tensor tensor, bool writable) {
   num_rows.push_back(tensor.size(0));
   dims.push_back(tensor.size(1));
   row_bytes.push_back(tensor.size(1) * (types.back() == kFloat ? 4 : 2));
+  // The update stores rows as uint32 (runs.h).
   if (tensor.size(0) > int64_t(UINT32_MAX))
     fail("weight ", t, " has ", tensor.size(0),
          " rows; the kernels take at most 4294967295. Split it by rows.");
@@ -166,6 +170,7 @@ void Weights::add(Tensor tensor, bool writable) {
 void Weights::add_quantised(Tensor tensor, int64_t bits, int64_t dim) {
   const size_t t = tensors.size();
   types.push_back(codes_of(bits));
+  // Width 0: no feature reads the table, so the size of its rows cannot be checked.
   const int64_t bytes = dim == 0 && tensor.dim() == 2 ? tensor.size(1) : quantised_bytes(dim, bits);
   if (tensor.scalar_type() != ScalarType::Byte || tensor.dim() != 2 || tensor.size(1) != bytes ||
       tensor.size(0) > int64_t(UINT32_MAX))
@@ -192,6 +197,7 @@ int codes_of(int64_t bits) {
   fail("rows are quantised to 8, 4 or 2 bits, got ", bits, ".");
 }
 
+// Scale and bias (two fp16), then the codes, padded to 4 bytes.
 int64_t quantised_bytes(int64_t dim, int64_t bits) { return 4 + ((dim * bits + 7) / 8 + 3) / 4 * 4; }
 
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables,
@@ -227,6 +233,7 @@ std::vector<Piece> cut(const Batch& batch) {
   for (size_t l = 0; l < batch.lookups.size(); ++l) {
     const Lookup& lookup = batch.lookups[l];
     if (lookup.num_bags == 0) continue;
+    // The division depends on the batch only, not on the number of threads.
     const int64_t work = (lookup.num_ids + lookup.num_bags) * lookup.dim;
     const int64_t parts = std::clamp<int64_t>(work / kFloatsPerPiece, 1, lookup.num_bags);
     for (int64_t part = 0; part < parts; ++part) {
@@ -242,6 +249,7 @@ std::pair<std::string, std::string> names_of(const Lookup& lookup, const Tensor*
     return {std::to_string(lookup.table), std::to_string(lookup.feature)};
   const Tensor bytes = as_contiguous(*names);
   std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.numel());
+  // A line per feature: table, tab, feature.
   for (int64_t line = 0; line < lookup.feature; ++line) text.remove_prefix(text.find('\n') + 1);
   const std::string table(text.substr(0, text.find('\t')));
   text.remove_prefix(text.find('\t') + 1);

@@ -26,6 +26,7 @@ Hyper make_hyper(const Tensor& tensor) {
 #define HYPER(type, name) hyper.name = type(h[kAt_##name]);
 #include "formulas.inc"
 #undef HYPER
+  // In double, because 1 - beta would lose digits in fp32 for a beta near 1.
   hyper.fresh1 = float(1 - h[kAt_beta1]);
   hyper.fresh2 = float(1 - h[kAt_beta2]);
   hyper.correction1 = float(1 - std::pow(h[kAt_beta1], h[kAt_step]));
@@ -157,6 +158,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
   const Tensor g = checked_grad(grad, batch);
   Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
   std::vector<int64_t> counts(runs.ranges.size());
+  // Counted first, so that every range knows where its rows start in the result.
   runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     runs.sort(range);
@@ -238,6 +240,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
     kernels().sum({runs.arguments(task, task_scratch(table.dim), true), nullptr,
                    static_cast<float*>(result[table.table].mutable_data_ptr()), true});
   });
+  // Summed in fp32 and rounded once.
   for (size_t t = 0; t < weights.tensors.size(); ++t)
     if (weights.types[t] != kFloat)
       result[t] = torch::stable::to(result[t], weights.tensors[t].scalar_type());

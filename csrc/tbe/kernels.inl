@@ -246,6 +246,7 @@ template <int kOptimizer, int kDim, bool kScaled>
 void update_rows_of(const UpdateArgs args) {
   static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);
   constexpr int kVectors = kDim / kLanes, kParts = 16 / kLanes;
+  // Copies, so that the compiler knows that stores to rows do not change them.
   const RunArgs a = args.runs;
   const Hyper h = args.hyper;
   float* const state0 = args.state0;
@@ -282,6 +283,7 @@ void update_rows_of(const UpdateArgs args) {
       } else {
         Vec part[kParts];
         for (int k = 0; k < kParts; ++k) part[k] = Vec{};
+        // The same 16 lanes as in `sum_over`, so both loops give the same bits.
         for (int k = 0; k < kVectors; ++k) part[k % kParts] += grad[k] * grad[k];
         sum += lanes_total(part) / kDim;
       }
@@ -327,6 +329,7 @@ void update(const UpdateArgs& a) {
 template <typename Id>
 bool all_below(const Id* ids, int64_t n, uint64_t bound) {
   uint64_t bad = 0;
+  // Unsigned, so a negative ID is above the bound as well.
   for (int64_t i = 0; i < n; ++i) bad |= uint64_t(uint64_t(int64_t(ids[i])) >= bound);
   return bad == 0;
 }

@@ -66,6 +66,7 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
   }
   if (a.mean)
     for (int k = 0; k < N; ++k) sum[k] /= count;
+  // Stores past the caches must fill whole cache lines.
   constexpr bool whole_lines = N * sizeof(Vec) % 64 == 0;
   if (whole_lines && a.past_caches && reinterpret_cast<uintptr_t>(out + column) % 64 == 0) {
     for (int k = 0; k < N; ++k) store_past_caches(out + column + k * kLanes, sum[k]);

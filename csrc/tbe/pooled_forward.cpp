@@ -112,6 +112,7 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
 std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optional<Tensor> segments,
                                      int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
                                      std::vector<int64_t> num_rows) {
+  // Pooling and widths only complete the arguments; they have no effect here.
   const std::vector<int64_t> pooling(keys.size(), kSum), dims(keys.size(), 1);
   const Batch batch =
       make_batch(values, offsets, std::nullopt, {segments, num_keys, keys, tables, pooling, true}, dims);
@@ -148,6 +149,7 @@ void request_missing(const Batch& batch, const Weights& weights) {
     std::vector<const char*> rows;
     for (int64_t i = lookup.first_id; i < lookup.first_id + lookup.num_ids; ++i) {
       const int64_t id = batch.id(i);
+      // The check in the lookup reports IDs outside the table.
       if (id >= 0 && id < weights.num_rows[lookup.table]) rows.push_back(table + id * row_bytes);
     }
     request_rows(rows, row_bytes);
@@ -168,6 +170,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
   request_missing(batch, weights);
   const std::vector<Piece> pieces = cut(batch);
   const int64_t none = batch.lookups.size();
+  // The smallest lookup with an error is reported, in whatever order the tasks run.
   std::atomic<int64_t> bad_id{none}, bad_weight{none};
   parallel_tasks(pieces.size(), [&](int64_t task) {
     const Piece& piece = pieces[task];
@@ -178,6 +181,7 @@ Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_
         return atomic_min(bad_id, piece.lookup);
       if (batch.sample_weights != nullptr) {
         bool nan = false;
+        // Only NaN differs from itself.
         for (int64_t i = first; i < last; ++i) nan |= batch.sample_weights[i] != batch.sample_weights[i];
         if (nan) atomic_min(bad_weight, piece.lookup);
       }

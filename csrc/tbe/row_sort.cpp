@@ -78,6 +78,7 @@ const Pair* sort_by_row(Pair* pairs, Pair* spare, int64_t count, uint32_t first_
     insertion_sort(pairs, count);
     return pairs;
   }
+  // With many more rows than pairs, clearing the counters would take longer than a radix sort.
   if (num_rows <= kMaxCountedRows && num_rows <= 8 * count && count <= UINT16_MAX)
     return counting_sort(pairs, spare, count, first_row, num_rows);
   const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);

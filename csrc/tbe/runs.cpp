@@ -20,6 +20,7 @@ constexpr int64_t kRowsAhead = 8;          // gradient rows to prefetch while pa
 constexpr int64_t kMaxParts = 256;         // a part is a position to which pairs are written
 constexpr size_t kRangeBytes = 128 << 10;  // gradient rows in a range: the pairs then sort in the L1 cache
 constexpr size_t kWaveBytes = 1 << 20;     // pairs and packed gradients for a thread: about an L2 cache
+// Sort memory for at most this many pairs is kept per thread.
 constexpr size_t kKeptPairs = size_t(1) << 20;
 constexpr int64_t kSavedNumbers = 2;  // number of ranges, number of runs
 
@@ -90,6 +91,7 @@ Arena::Arena(size_t bytes) {
 }
 
 Arena::~Arena() {
+  // Keeps the larger memory for this thread's next step.
   if (capacity_ <= kSpareBytes && capacity_ > spare_capacity) {
     spare_memory = std::move(memory_);
     spare_capacity = capacity_;
@@ -128,6 +130,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
 }
 
 std::vector<int64_t> Runs::number_runs(const std::vector<int64_t>& counts, size_t num_tables) {
+  // `first_run` holds the count first, and the start below.
   for (size_t k = 0; k < ranges.size(); ++k) ranges[k].first_run = counts[k];
   std::vector<Range*> order;
   for (Range& range : ranges) order.push_back(&range);
@@ -140,6 +143,7 @@ std::vector<int64_t> Runs::number_runs(const std::vector<int64_t>& counts, size_
     num_runs += std::exchange(range->first_run, num_runs);
     starts[tables[range->table].table + 1] = num_runs;
   }
+  // Tables without ranges start where the previous table ends.
   for (size_t t = 0; t < num_tables; ++t) starts[t + 1] = std::max(starts[t], starts[t + 1]);
   return starts;
 }
@@ -381,6 +385,7 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
                Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
                Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
     }
+    // Waves in a lane use the same memory, so a lane needs that of its largest wave.
     lane_starts[wave.lane + 1] = std::max(lane_starts[wave.lane + 1], bytes);
   }
   std::partial_sum(lane_starts.begin(), lane_starts.end(), lane_starts.begin());
