@@ -72,6 +72,31 @@ def test_trees_are_proposed_where_lightgbm_is_installed_and_named_where_not(
     assert ('pip install "meshrec[lightgbm]"' in capsys.readouterr().out) != is_installed
 
 
+def test_any_number_of_processes_writes_the_same_recipe_page_and_output(tmp_path, capsys):
+    for number in range(6):
+        pq.write_table(shop(700 + number), tmp_path / f"{number}.parquet")
+    out = tmp_path / "r.py"
+    results = []
+    for nproc in (1, 2, 3):
+        words = ["--time", "time", "--rows", "2100", "--nproc", str(nproc), "--force", "--out", str(out)]
+        assert inspect.main([str(tmp_path / "*.parquet"), "--label", "clicked", *words]) == 0
+        page = (tmp_path / "r.html").read_text()
+        results.append((out.read_text(), page, capsys.readouterr().out))
+    assert results[0] == results[1] == results[2]
+
+
+def test_files_that_cannot_be_divided_are_told(tmp_path, capsys):
+    write_shop(tmp_path, 400)
+    words = ["--label", "clicked", "--nproc", "9", "--out", str(tmp_path / "r.py")]
+    assert inspect.main([str(tmp_path), *words]) == 0
+    assert "of 9 processes read the data" in capsys.readouterr().err
+    csv.write_csv(shop(500).drop_columns(["tags"]), tmp_path / "all.csv")
+    with pytest.raises(ValueError, match=r"--nproc 9.*all.csv"):
+        inspect.main([str(tmp_path / "all.csv"), "--force", *words])
+    with pytest.raises(ValueError, match=r"--nproc is 0"):
+        inspect.main([str(tmp_path), "--force", *words, "--nproc", "0"])
+
+
 def test_what_cannot_be_is_told(tmp_path):
     write_shop(tmp_path, 100)
     data = [str(tmp_path), "--label", "clicked", "--out", str(tmp_path / "r.py")]

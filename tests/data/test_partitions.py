@@ -5,13 +5,13 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.cli.inspect import _read_tables
 from meshrec.data import DataError, Split
-from meshrec.data.csv_dialects import CsvFormat
 from meshrec.data.faults import Faults
 from meshrec.data.features import Features, Label, Number, Vocabulary
-from meshrec.data.frames import open_tables, read_columns
+from meshrec.data.frames import open_tables, read_columns, read_csvs
+from meshrec.data.locations import expand_tables
 from meshrec.data.parquet import parquet
+from meshrec.data.parquet_tables import ParquetTables
 
 PLACES = {
     "day=2024-05-02/shop=007": 1,
@@ -49,9 +49,13 @@ def test_keys_of_folders_are_columns(tmp_path, suffix, way):
     }[way]
     read = read_columns(paths, ["row", "shop", "day"])
     assert dict(zip(read["row"].to_pylist(), read["shop"].to_pylist(), strict=True)) == SHOPS
-    looked_at = pa.concat_tables(
-        _read_tables(paths if isinstance(paths, list) else [paths], None, CsvFormat())
-    )
+    files, text = expand_tables(paths)
+    if text:
+        tables = read_csvs(files)
+    else:
+        parquet_tables = ParquetTables.open(files)
+        tables = [table for _, table in parquet_tables.tables(range(len(parquet_tables.runs)))]
+    looked_at = pa.concat_tables(tables)
     assert looked_at.select(["row", "shop", "day"]).equals(read)
     source = open_tables(paths, FEATURES, Faults("raise"))
     fitted = FEATURES.fit([table for block in range(5) for table in source.tables(block, 9)])

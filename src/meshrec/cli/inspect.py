@@ -2,9 +2,10 @@
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,6 +23,7 @@ from meshrec.cli.inspect_log import (
     literal_source,
     path_from,
 )
+from meshrec.cli.progress import shown_progress
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.log_columns import LogColumns
 from meshrec.reports.page import to_page
@@ -30,11 +32,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from meshrec.data.features import Label
+    from meshrec.data.locations import File
     from meshrec.data.profile import Profile
     from meshrec.data.propose import Proposal
 
-# Rows per table read from Parquet files.
-_ROWS = 1 << 16
 # From this row count on, recipes have fewer trees and epochs. A tree takes some 30 ns per sample.
 _MANY_ROWS = 400_000
 _TREES, _FEWER_TREES = 300, 100
@@ -113,6 +114,8 @@ class InspectOptions:
     """Character encoding of CSV files, such as latin-1; none: UTF-8, or UTF-16 with a byte order mark."""
     rows: int | None = None
     """Inspect this many rows only, spread over the data; none: all rows."""
+    nproc: int = 1
+    """Number of processes that read Parquet files, each a share of the row groups."""
     force: bool = False
     """Replace an existing recipe and page."""
 
@@ -130,6 +133,8 @@ def main(arguments: Sequence[str]) -> int:
     check_output(options.out, force=options.force)
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
+    if options.nproc < 1:
+        raise ValueError(f"--nproc is {options.nproc}; it must be at least 1.")
     if log is not None:
         return inspect_log(
             options.data,
@@ -193,8 +198,11 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
             f"--item-features {options.item_features[0]}: {options.model or 'hstu'} reads items only. Add "
             "--model two_tower or a --label, or leave them out."
         )
-    if options.query is not None or options.task is not None or options.rows is not None or options.page:
-        raise ValueError("--query, --task, --rows and --page are for other tables. Leave them out for a log.")
+    for option, default in (("query", None), ("task", None), ("rows", None), ("page", None), ("nproc", 1)):
+        if getattr(options, option) != default:
+            raise ValueError(
+                f"--{option} {getattr(options, option)} is for other tables than a log. Leave it out."
+            )
     return LogColumns(
         user=options.user,
         item=options.item,
@@ -217,14 +225,11 @@ def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
     Returns:
         Statistics per column, and the proposed features.
     """
-    from meshrec.data.profile import profile
     from meshrec.data.propose import propose
 
     assert options.label is not None
-    tables = _read_tables(options.data, options.rows, options.csv_format)
-    if options.time is not None and options.time_format is not None:
-        tables = (_with_times(table, options.time, options.time_format) for table in tables)
-    data_profile = profile(tables, options.label)
+    with shown_progress("reading the rows") as tell:
+        data_profile = _profile(options, options.label, tell)
     return data_profile, propose(
         data_profile,
         label=options.label,
@@ -235,14 +240,49 @@ def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
     )
 
 
-def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
+def _profile(options: InspectOptions, label: str, tell: Callable[[float], None]) -> "Profile":
+    """Return statistics per column.
+
+    Args:
+        options: options of the command.
+        label: label column.
+        tell: called with the finished share of the rows, from 0 to 1.
+    """
+    from meshrec.data.locations import expand_tables
+    from meshrec.data.parquet_tables import ParquetTables
+    from meshrec.data.profile import profile
+    from meshrec.data.profile_processes import profile_parquet
+
+    convert = partial(_with_times, column=options.time, time_format=options.time_format)
+    files, text = expand_tables(list(options.data))
+    if text:
+        if options.nproc > 1:
+            raise ValueError(
+                f"--nproc {options.nproc}: {files[0]} is a text file, which one process reads into memory. "
+                "Leave --nproc out, or write the rows to Parquet files."
+            )
+        return profile(map(convert, _read_csvs(files, options.csv_format)), label)
+    tables = ParquetTables.open(files, options.rows)
+    num_shares = len(tables.shares(options.nproc))
+    if num_shares < options.nproc:
+        print(
+            f"{num_shares} of {options.nproc} processes read the data: a row group is not divided, and small "
+            "ones are read together",
+            file=sys.stderr,
+        )
+    return profile_parquet(tables, label, nproc=options.nproc, convert=convert, tell=tell)
+
+
+def _with_times(table: "pa.Table", column: str | None, time_format: str | None) -> "pa.Table":
     """Return a table in which the strings in a column are parsed as times.
 
     Args:
         table: the table.
         column: column name. Columns of other types than strings are left unchanged.
-        time_format: format, as for strptime.
+        time_format: format, as for strptime. Without column or format, the table is returned unchanged.
     """
+    if column is None or time_format is None:
+        return table
     from meshrec.data.faults import DataError
     from meshrec.data.features.values import kind_of, parsed_times, whole
 
@@ -257,68 +297,33 @@ def _with_times(table: "pa.Table", column: str, time_format: str) -> "pa.Table":
     return table.set_column(table.column_names.index(column), column, times)
 
 
-def _read_tables(paths: Sequence[str], rows: int | None, form: CsvFormat) -> Iterator["pa.Table"]:
-    """Read data files, and yield the rows as tables.
-
-    A CSV file is a single table. A Parquet file is split into tables of up to `_ROWS` rows.
+def _read_csvs(files: "Sequence[File]", form: CsvFormat) -> Iterator["pa.Table"]:
+    """Read CSV files, and yield a table per file.
 
     Args:
-        paths: files, folders or patterns.
-        rows: approximate number of rows to read from Parquet files, spread over the data; None: all rows.
+        files: paths and URIs.
         form: CSV format.
+
+    Raises:
+        DataError: a file has other columns than the first one, or bytes that are not UTF-8.
     """
     import pyarrow as pa
 
-    from meshrec.data.exact_columns import plain_table
     from meshrec.data.faults import DataError
     from meshrec.data.frames import read_csvs
-    from meshrec.data.locations import File, expand_tables
-    from meshrec.data.parquet import open_parquet_file
-    from meshrec.data.partitions import partition_keys, with_keys
 
-    files, text = expand_tables(list(paths))
     names: list[str] | None = None
-
-    def check(file: File, names_of_file: list[str]) -> None:
-        """Raise DataError if a file has other columns than the first file."""
-        nonlocal names
-        names = names or names_of_file
-        differ = sorted(set(names) ^ set(names_of_file))
-        if differ:
+    for file, table in zip(files, read_csvs(files, form=form), strict=True):
+        names = names or table.column_names
+        if differ := sorted(set(names) ^ set(table.column_names)):
             raise DataError(f"{file} and {files[0]} differ in {differ}. Give files of one form.")
-
-    if text:
-        for file, table in zip(files, read_csvs(files, form=form), strict=True):
-            check(file, table.column_names)
-            for field in table.schema:
-                if pa.types.is_binary(field.type):
-                    raise DataError(
-                        f"{file}: column {field.name!r} has bytes that are not UTF-8, as Latin-1 files have. "
-                        "Name the encoding: --encoding latin-1"
-                    )
-            yield table
-        return
-    try:
-        with ExitStack() as stack:
-            every = [stack.enter_context(open_parquet_file(file)) for file in files]
-            total = sum(parquet.metadata.num_rows for parquet in every)
-            keys = partition_keys(files)
-            # Take parts from everywhere, because the first rows may be from a single day or user.
-            stride = 1 if rows is None else max(1, math.ceil(total / rows))
-            part = 0
-            for file, parquet in zip(files, every, strict=True):
-                check(file, list(dict.fromkeys([*parquet.schema_arrow.names, *keys[file]])))
-                for batch in parquet.iter_batches(_ROWS, use_threads=False):
-                    if part % stride == 0:
-                        table = plain_table(pa.Table.from_batches([batch]))
-                        yield with_keys(table, keys[file]).select(names)
-                    part += 1
-    except (pa.ArrowException, OSError) as error:
-        every = [str(file) for file in files]
-        raise DataError(
-            f"{every} cannot be read as Parquet: {str(error).rstrip('.')}. Name Parquet files, or CSV files "
-            "that end in .csv."
-        ) from error
+        for field in table.schema:
+            if pa.types.is_binary(field.type):
+                raise DataError(
+                    f"{file}: column {field.name!r} has bytes that are not UTF-8, as Latin-1 files have. "
+                    "Name the encoding: --encoding latin-1"
+                )
+        yield table
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:

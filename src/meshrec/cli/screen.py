@@ -1,6 +1,5 @@
 """Print a training run's progress: as a progress bar in a terminal, elsewhere as lines, with a summary."""
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from meshrec.cli.progress import RemainingTime
 from meshrec.metrics.named import leading_metric, leading_text, metric_title, shown
 from meshrec.planner import PlannedShardingPlan
 from meshrec.planner.plan_report import PlanReport, make_report
@@ -29,8 +29,6 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 
 # Width if the output is not a terminal. rich would wrap lines at 80.
 _PIPE_WIDTH = 120
-# Minimum time between lines about the progress of a task.
-_PROGRESS_SECONDS = 10.0
 # Maximum number of ranks in a plan, of tables per rank, and of failed saves to print.
 _MAX_RANKS = 16
 _MAX_NAMES = 8
@@ -87,39 +85,6 @@ class LineScreen:
                     self._print(remaining)
             case Stepped():
                 pass
-
-
-class RemainingTime:
-    """Estimates the remaining time of a task outside training, for lines printed at most every 10 seconds."""
-
-    def __init__(self) -> None:
-        # The current task, and its share and time at the first event.
-        self._task: str | None = None
-        self._start = self._last = 0.0
-        self._first_share = 0.0
-
-    def line(self, task: str, share: float) -> str | None:
-        """Return a line with the progress and the remaining time, or None if it is too early for one.
-
-        Args:
-            task: name of the task.
-            share: finished share, from 0 to 1.
-        """
-        now = time.monotonic()
-        if task != self._task or share < self._first_share:
-            self._task, self._first_share, self._start, self._last = task, share, now, now
-        if now - self._last < _PROGRESS_SECONDS or not self._first_share < share < 1:
-            return None
-        self._last = now
-        seconds = (now - self._start) * (1 - share) / (share - self._first_share)
-        return f"{task}: {share:.0%}, about {duration_text(seconds)} remaining"
-
-
-def duration_text(seconds: float) -> str:
-    """Format a duration, such as "42 s", "3 min" or "2.5 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class LiveScreen:

@@ -102,7 +102,9 @@ class Profile(NamedTuple):
     sample: pa.Table
     """Random sample of the rows, in random order; all rows of a small table."""
     labels: Counts | None = None
-    """Exact counts of the label values; None without a label, and for more than 1,000 values."""
+    """Exact counts of the label values, most frequent first; None without a label, and for more than 1,000
+    values.
+    """
 
 
 class _Sketch:
@@ -116,7 +118,8 @@ class _Sketch:
         self._distinct = Distinct(np.zeros(0, np.uint64))
         # Elements of all lists so far.
         self._num_values = 0
-        # Last finite number of the previous block.
+        # First and last finite number so far.
+        self._first: float | None = None
         self._last: float | None = None
         # What holds for all values so far: they rise, are integral, are strings with ISO 8601 times.
         self._rises = True
@@ -160,13 +163,38 @@ class _Sketch:
         values = values[finite]
         if not len(values):
             return
-        low, high = float(values.min()), float(values.max())
-        column.low = low if column.low is None else min(column.low, low)
-        column.high = high if column.high is None else max(column.high, high)
+        self._add_extremes(float(values.min()), float(values.max()))
         sequence = values if self._last is None else np.append(self._last, values)
         # Includes the previous block's last value, so blocks do not change the result.
         self._rises = self._rises and bool((np.diff(sequence) > 0).all())
+        self._first = float(values[0]) if self._first is None else self._first
         self._last = float(values[-1])
+
+    def _add_extremes(self, low: float, high: float) -> None:
+        column = self.column
+        column.low = low if column.low is None else min(column.low, low)
+        column.high = high if column.high is None else max(column.high, high)
+
+    def append(self, later: "_Sketch") -> None:
+        """Add the statistics of the rows that follow directly on the rows of this sketch."""
+        column, added = self.column, later.column
+        column.num_rows += added.num_rows
+        column.num_missing += added.num_missing
+        column.num_infinite += added.num_infinite
+        column.has_bytes = column.has_bytes or added.has_bytes
+        if added.max_length is not None:
+            column.max_length = max(column.max_length or 0, added.max_length)
+        if added.low is not None and added.high is not None:
+            self._add_extremes(added.low, added.high)
+        self._rises = self._rises and later._rises
+        if later._first is not None:
+            self._rises = self._rises and (self._last is None or self._last < later._first)
+            self._first = later._first if self._first is None else self._first
+            self._last = later._last
+        self._num_values += later._num_values
+        self._is_whole = self._is_whole and later._is_whole
+        self._are_times = self._are_times and later._are_times
+        self._distinct = self._distinct.merged(later._distinct)
 
     def finished(self, sample: Any) -> Column:
         """Return the statistics after all rows were added.
@@ -281,6 +309,86 @@ def _find_separator(column: Column, texts: Any) -> None:
             return
 
 
+class Profiler:
+    """Statistics of consecutive rows of a table. Merging is exact: parts may be added in any process.
+
+    Args:
+        schema: Arrow schema of the table's first rows; later rows may have other types.
+        label: label column; None: no label.
+    """
+
+    def __init__(self, schema: pa.Schema, label: str | None) -> None:
+        self._label = label
+        self._sketches = {field.name: _Sketch(field.name, field.type) for field in schema}
+        self._sample: RowSample | None = None
+        # Exact counts of the label values, until a label is a list, or there are too many values.
+        self._labels: Counts | None = None
+        self._has_counts = label in self._sketches
+        self._num_rows = 0
+
+    def add(self, table: pa.Table, first_row: int) -> None:
+        """Add the next rows.
+
+        Args:
+            table: the rows.
+            first_row: row number in the whole table for the first row.
+        """
+        for name, sketch in self._sketches.items():
+            sketch.add(whole(table[name]))
+        # Row numbers in the whole table, so the sample does not depend on how it is divided.
+        rows = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
+        self._add_sample(RowSample.of(table, rows))
+        if self._has_counts:
+            labels = whole(table[self._label])
+            self._add_labels(None if _is_nested(labels.type) else Counts.of(decoded(labels)))
+        self._num_rows += table.num_rows
+
+    def append(self, later: "Profiler") -> None:
+        """Add the statistics of the rows that follow directly on the rows so far."""
+        for name, sketch in self._sketches.items():
+            sketch.append(later._sketches[name])
+        if later._sample is not None:
+            self._add_sample(later._sample)
+        if later._labels is not None or not later._has_counts:
+            self._add_labels(later._labels)
+        self._num_rows += later._num_rows
+
+    def _add_sample(self, sample: RowSample) -> None:
+        self._sample = sample if self._sample is None else self._sample.merged(sample)
+
+    def _add_labels(self, counts: Counts | None) -> None:
+        """Add label counts; None if they are unknown, as for lists."""
+        if counts is not None and self._labels is not None:
+            counts = self._labels.merged(counts)
+        self._has_counts = self._has_counts and counts is not None and len(counts.values) <= _MAX_LABELS
+        self._labels = counts if self._has_counts else None
+
+    def profile(self) -> Profile:
+        """Return the statistics after all rows were added, which may be called once.
+
+        Raises:
+            ValueError: the table has no rows.
+        """
+        sample, label = self._sample, self._label
+        # Merging orders the values by how the rows were divided.
+        labels = None if self._labels is None else self._labels.by_count()
+        if sample is None or not self._num_rows:
+            raise ValueError("there is no row to look at. Name files that have some.")
+        columns = {
+            name: sketch.finished(whole(sample.table[name])) for name, sketch in self._sketches.items()
+        }
+        truth = None
+        if label in columns and columns[label].kind in ("integer", "number"):
+            truth = floats_of(sample.table[label], None, "s")
+        elif label is not None and labels is not None and len(labels.values) == 2:
+            truth = Label(column=label, classes=labels.values.to_pylist()).targets(whole(sample.table[label]))
+        if truth is not None:
+            for name, column in columns.items():
+                if name != label and column.kind != "other":
+                    column.signal = column_auc(whole(sample.table[name]), column.kind, truth)
+        return Profile(self._num_rows, columns, sample.table, labels)
+
+
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
     """Compute the statistics of a large table in a single pass.
 
@@ -291,52 +399,18 @@ def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
     Raises:
         ValueError: the tables have no rows.
     """
-    sketches: dict[str, _Sketch] = {}
-    sample: RowSample | None = None
-    labels: Counts | None = None
+    profiler: Profiler | None = None
     num_rows = 0
     for table in tables:
-        if not sketches:
-            sketches = {field.name: _Sketch(field.name, field.type) for field in table.schema}
-        for name, sketch in sketches.items():
-            sketch.add(whole(table[name]))
-        # Row numbers over all tables, so the sample does not depend on how the data is divided.
-        part_sample = RowSample.of(table, np.arange(num_rows, num_rows + table.num_rows, dtype=np.int64))
-        sample = part_sample if sample is None else sample.merged(part_sample)
-        # After the first block, None means lists, or too many values.
-        if label in sketches and (not num_rows or labels is not None):
-            labels = _add_label_counts(labels, whole(table[label]))
+        profiler = profiler or Profiler(table.schema, label)
+        profiler.add(table, num_rows)
         num_rows += table.num_rows
-    if sample is None or not num_rows:
-        raise ValueError("there is no row to look at. Name files that have some.")
-    columns = {name: sketch.finished(whole(sample.table[name])) for name, sketch in sketches.items()}
-    truth = None
-    if label in columns and columns[label].kind in ("integer", "number"):
-        truth = floats_of(sample.table[label], None, "s")
-    elif label in columns and labels is not None and len(labels.values) == 2:
-        truth = Label(column=label, classes=labels.values.to_pylist()).targets(whole(sample.table[label]))
-    if truth is not None:
-        for name, column in columns.items():
-            if name != label and column.kind != "other":
-                column.signal = column_auc(whole(sample.table[name]), column.kind, truth)
-    return Profile(num_rows, columns, sample.table, labels)
+    return (profiler or Profiler(pa.schema([]), label)).profile()
 
 
-def _add_label_counts(counts: Counts | None, labels: Any) -> Counts | None:
-    """Return the label counts with further rows added.
-
-    Args:
-        counts: counts of the previous rows; None for the first rows.
-        labels: labels of further rows, an Arrow array.
-
-    Returns:
-        The counts; None for lists, and for more than 1,000 distinct values.
-    """
-    if kind_of(labels.type) == "other" or kind_of(labels.type).startswith("list"):
-        return None
-    added = Counts.of(decoded(labels))
-    counts = added if counts is None else counts.merged(added)
-    return counts if len(counts.values) <= _MAX_LABELS else None
+def _is_nested(kind: pa.DataType) -> bool:
+    """Return whether values of a type are not counted as labels."""
+    return kind_of(kind) == "other" or kind_of(kind).startswith("list")
 
 
 def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
