@@ -197,6 +197,7 @@ def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name:
         UsageError: the subcommand is missing, or has another name.
     """
     first, remaining = (arguments[0], arguments[1:]) if arguments else (None, ())
+    # The help of the command is the help of its only subcommand.
     if first in HELP:
         first, remaining = name, HELP[1:]
     if first != name:

@@ -119,6 +119,7 @@ def run(options: PlanOptions) -> None:
     _check_combinations(options)
     if options.diff is not None:
         old, new = map(_plan_of_run, options.diff)
+        # The new plan needs its inputs, for the sizes of tables. The old plan may be any plan.
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
     _check_values(options)

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(SimilarOptions, arguments, program="meshrec similar")
     check_output(options.out, force=options.force)
     run = options.folder()
+    # Imported here, because torch takes seconds, and mistakes in the options are reported before.
     import pyarrow as pa
 
     from meshrec.runs.recommending import similar_items

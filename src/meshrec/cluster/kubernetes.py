@@ -127,6 +127,7 @@ class ServeJob:
                 "second not below it."
             )
         check_counts(1, workers=self.workers, requests_per_second=self.requests_per_second)
+        # A pod's name adds the hashes of its deployment and replica set, and must fit 63 characters.
         check_name("name", self.name, 63 - len("-0123456789-xxxxx"))
         check_name("claim", self.claim, 253, dots=True)
         check_name("secret", self.secret, 253, dots=True)

@@ -66,6 +66,7 @@ def balanced_reader(dataset: Dataset, attention_width: int) -> Reader:
     histories = [feature.name for feature in dataset.features if feature.sequence]
     if not histories:
         return dataset.train
+    # Only an indexed reader knows the history lengths of a step before it reads the step.
     if isinstance(dataset.train, IndexedSamples):
         share = functools.partial(balanced_shares, attention_width=attention_width)
         return dataset.train.balanced(histories, share)

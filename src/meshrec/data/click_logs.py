@@ -31,6 +31,7 @@ def features_of_clicks(columns: LogColumns, label: str, history: int) -> Feature
         labels=(Label(column=label),),
         features=(
             *(Vocabulary(name=name, column=column) for name, column in names.items()),
+            # With the items' table, because a history consists of items.
             Vocabulary(name=HISTORY, column=HISTORY, table=ITEM, sequence=True, max_length=history),
         ),
     )
@@ -90,6 +91,7 @@ def _label_values(name: str, column: Any, label: str) -> "np.typing.NDArray[np.f
         DataError: the values are not numbers.
     """
     try:
+        # Null becomes NaN in the conversion, and then 0.
         values: np.typing.NDArray[np.float64] = np.nan_to_num(
             column.combine_chunks().cast(pa.float64()).to_numpy(zero_copy_only=False)
         )

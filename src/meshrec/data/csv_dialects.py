@@ -147,6 +147,7 @@ def _has_decimal_comma(rows: list[list[str]]) -> bool:
     has_comma = False
     for column in zip(*rows, strict=True):
         values = [value for value in column if value.strip()]
+        # A point in any column shows that the file does not use decimal commas.
         if any(_WITH_POINT.fullmatch(value) for value in values):
             return False
         is_number = all(_WHOLE_OR_COMMA.fullmatch(value) for value in values)

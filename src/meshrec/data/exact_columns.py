@@ -153,6 +153,7 @@ def _plain_lists(array: Any) -> Any:
 
 def _hex_strings(array: Any) -> Any:
     """Convert a fixed-size binary array to strings with hexadecimal digits, in UUID notation for 16 bytes."""
+    # The buffer may start before the array, because slices share it.
     num, width = len(array), array.type.byte_width
     data = array.buffers()[1]
     stored = np.frombuffer(b"" if data is None else data, np.uint8)

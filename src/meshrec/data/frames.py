@@ -58,6 +58,7 @@ def _from_pandas(frame: Any) -> "pa.Table":
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, OverflowError) as error:
+        # Arrow's error does not name the column, so convert the columns one by one.
         for name in frame.columns:
             column = frame[name]
             try:
@@ -208,6 +209,7 @@ def _check_header(path: File, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: columns need names of their own, given twice: {twice}. Rename them.")
+    # The detection has probably missed the delimiter.
     if len(names) == 1 and any(sign in names[0] for sign in ";\t"):
         raise DataError(
             f"{path} has one column, {names[0]!r}. Name the delimiter: CsvFormat(delimiter=...) "

@@ -51,6 +51,7 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     for path in [paths] if isinstance(paths, str | Path) else paths:
         matches = _expand_uri(path, patterns) if is_address(path) else _expand_path(path, patterns)
         if not matches:
+            # A relative path is searched in the current folder, so the message names it.
             folder_note = "" if is_address(path) or Path(path).is_absolute() else f" in {Path.cwd()}"
             searched = " or ".join(patterns)
             raise DataError(

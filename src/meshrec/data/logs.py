@@ -258,6 +258,7 @@ def logged_users(
         for feature in features.ids:
             if isinstance(feature, Vocabulary) and feature.name not in (ITEM, USER):
                 described[feature.name] = _catalog_values(feature, sample, catalogue)
+    # Features for windows have no vocabulary of users; see `LogSource.fit`.
     user = vocabulary_of(features, USER) if USER in [feature.name for feature in features.ids] else None
     log_interactions = Interactions(
         name=name,

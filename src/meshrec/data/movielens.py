@@ -247,6 +247,7 @@ def ratings_before(users: Ints, times: Ints) -> Past:
         times: time per rating, [N].
     """
     rows = np.arange(len(users))
+    # A user's ratings are adjacent and in time order, so changes mark where users and times begin.
     new_user = np.ones(len(users), np.bool_)
     new_user[1:] = users[1:] != users[:-1]
     new_time = new_user.copy()

@@ -75,12 +75,14 @@ class ParquetSource(EncodedRows, Tables, Source):
         """
         group = self._groups[block]
         try:
+            # Columns of partitions, such as ``day=1``, are in the folder name instead of the file.
             if not self._in_file(group.file, [name]):
                 return pa.repeat(self._keys[group.file][name], group.rows)
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
                 array = plain(table[name]).combine_chunks()
                 kind = self.arrow_schema.field(name).type
+                # Files may store a column with another type than the common schema.
                 return array if array.type == kind else array.cast(kind)
         except (pa.ArrowException, OSError, KeyError) as error:
             names = self._schemas[group.file].names

@@ -41,6 +41,7 @@ def partition_keys(
             for values_of_file in values_by_file.values()
             if (value := values_of_file.get(name)) is not None
         ]
+        # The same type for all files, so that they have a common schema.
         is_text = kinds.get(name) == "text" or not all(_INTEGER.fullmatch(value) for value in values)
         types[name] = pa.string() if is_text else pa.int64()
 
@@ -65,6 +66,7 @@ def with_keys(table: "pa.Table", keys: Keys) -> "pa.Table":
 def _partition_values(path: str) -> dict[str, str | None]:
     """Return the values in a path's ``NAME=VALUE`` folders, by name; None for Hive's null."""
     if is_address(path):
+        # Addresses quote special characters, and may end with options.
         path = unquote(path.partition("?")[0])
     folders = path.replace("\\", "/").split("/")[:-1]
     pairs = (folder.partition("=") for folder in folders)

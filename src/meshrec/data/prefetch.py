@@ -42,6 +42,7 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        # Closed: no thread fills the queue any more.
         if self._stop.is_set():
             raise StopIteration
         item = self._queue.get()

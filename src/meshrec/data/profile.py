@@ -259,11 +259,13 @@ def _written_number(texts: Any) -> str | None:
     texts = _plain_texts(texts)
     if texts is None:
         return None
+    # Distinct strings only, because patterns cost time per string.
     texts = texts.filter(pc.greater(pc.binary_length(texts), 0)).unique()
     is_number = pc.match_substring_regex(texts, _NUMBER)
     is_missing_number = pc.match_substring_regex(texts, _NO_NUMBER)
     if not pc.any(is_number).as_py() or not pc.all(pc.or_(is_number, is_missing_number)).as_py():
         return None
+    # The example shows why the numbers were not read: first other notations, then fractions.
     for digits in (r"^-?[0-9]+(\.[0-9]+)?$", "^[0-9]+$"):
         marked = texts.filter(pc.invert(pc.match_substring_regex(texts, digits)))
         if len(marked):
@@ -297,11 +299,13 @@ def _find_separator(column: Column, texts: Any) -> None:
     if texts is None:
         return
     for separator in _SEPARATORS:
+        # Counted first, which is cheaper than a split of all strings.
         several = pc.match_substring(texts, separator)
         if not len(texts) or pc.sum(several).as_py() < _SEPARATED * len(texts):
             continue
         parts, offsets = split_values_of(texts, separator)
         distinct = len(parts.unique())
+        # Repeated parts distinguish lists from texts that contain the character by chance.
         if 2 <= distinct <= len(texts.unique()) / 2:
             lengths = np.diff(offsets)
             column.separator, column.distinct = separator, distinct

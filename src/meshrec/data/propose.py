@@ -205,6 +205,7 @@ def _with_text_warning(choice: ColumnChoice, column: Column) -> ColumnChoice:
 
 def _with_valid_names(choices: list[ColumnChoice]) -> list[ColumnChoice]:
     """Rename features whose name cannot be an embedding table's name."""
+    # Renamed features must not take the name of another feature.
     used_names = {feature.name for choice in choices for feature in choice.features}
 
     def named(feature: ColumnFeature) -> ColumnFeature:
@@ -302,6 +303,7 @@ def _choose_features(column: Column, num_rows: int, *, in_order: bool) -> Column
         return drop("vectors of numbers are not read" if is_vector else f"{column.type} is not read")
     if column.num_missing == column.num_rows:
         return drop("empty", f"column {name!r} is empty")
+    # A value that is missing in some rows still distinguishes rows.
     if column.distinct <= 1 and (column.num_missing == 0 or column.kind.startswith("list")):
         return drop("constant", f"column {name!r} is constant")
     if column.signal is not None and column.signal >= LEAK:
@@ -398,6 +400,7 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
         noun: description of the values, for the reason.
     """
     low, first, _, middle, _, last, high = column.quantiles
+    # A long tail, of which a linear scale would leave most values near 0.
     log = low >= 0 and high > 20 * max(middle, 1e-9)
     far = high - low > 10 * max(last - first, 1e-12)
     missing = float(np.float32(middle)) if column.num_missing else None

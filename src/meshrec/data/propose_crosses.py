@@ -68,6 +68,7 @@ def with_useful_crosses(
     """
     rows = _training_rows(profile, time)
     truth = label.targets(whole(profile.sample[label.column]))
+    # Rows without a label, which training skips.
     rows = rows[np.isfinite(truth[rows])]
     if len(rows) < _MIN_ROWS:
         return choices
@@ -78,6 +79,7 @@ def with_useful_crosses(
     codes, extended = {}, []
     for choice in choices:
         column = profile.columns[choice.column]
+        # With more values, most pairs would occur once or never in the sample.
         if choice.role == "id" and column.kind in ("integer", "text") and column.distinct <= _MAX_VALUES:
             hashes = hashes_of(sample[choice.column].combine_chunks())
             codes[choice.column] = np.unique(hashes, return_inverse=True)[1]
@@ -89,6 +91,7 @@ def with_useful_crosses(
             continue
         if order is not None and is_drifting_cross(profile, (first, second), order):
             continue
+        # Twice the pairs in the sample, so that few pairs share a row.
         num = 2 * len(np.unique(_pair_codes(codes[first], codes[second]))) + 2
         cross = Cross(name=name, columns_crossed=(first, second), num_embeddings=num)
         reason = f"their cross saves {share:.1%} of the loss in a quick look"
@@ -178,8 +181,10 @@ def ranges_gain(values: Vector, labels: Vector) -> Gain:
     if finite.sum() < 2 * _BUCKETS:
         return Gain(0.0, False)
     edges = np.unique(np.quantile(values[finite], np.linspace(0, 1, _BUCKETS + 1)[1:-1]))
+    # Range 0 is for missing values.
     ranges = np.where(finite, 1 + np.searchsorted(edges, values, side="right"), 0)
     middle, deviation = np.median(values[finite]), values[finite].std() or 1.0
+    # Clipped, so that outliers do not dominate the linear term.
     numeric = np.clip((np.where(finite, values, middle) - middle) / deviation, -5.0, 5.0)
     return gain([], ranges.astype(np.int64), labels, numeric=numeric)
 

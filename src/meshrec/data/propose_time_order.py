@@ -146,6 +146,7 @@ def drop_drifting_columns(
 def _without_drift(profile: Profile, choice: ColumnChoice, order: TimeOrder) -> ColumnChoice:
     """Return the choice to drop a column if it drifts with time, otherwise the given choice."""
     column = profile.columns.get(choice.column)
+    # Times always have new values in later rows.
     if choice.role not in ("id", "dense") or column is None or column.kind == "time":
         return choice
     share = _drifting_share(profile, column, order)

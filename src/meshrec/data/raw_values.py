@@ -111,6 +111,7 @@ class RawValues:
             for feature in self._features.features
             if (feature.name in keys if feature in self._features.ids else dense)
         )
+        # A join is needed only if a remaining feature reads one of its columns.
         read = {column for feature in features for column in feature.columns()}
         joins = tuple(join for join in self._features.joins if read & set(join.columns))
         return RawValues(replace(self._features, features=features, joins=joins), self._types)
@@ -133,6 +134,7 @@ class RawValues:
         ragged = dict(zip(self.keys, ids, strict=True))
         return Encoded(
             dense,
+            # Offsets need not start at 0, because the arrays may be slices.
             {key: ids.values[ids.offsets[0] : ids.offsets[-1]] for key, ids in ragged.items()},
             {key: np.diff(ids.offsets) for key, ids in ragged.items()},
             shared_features | {DENSE} if is_dense_shared else shared_features,

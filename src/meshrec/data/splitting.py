@@ -162,6 +162,7 @@ class Split:
         sources: list[Source | None] = []
         for part, share in zip(Part, (1.0, self.validation, self.test), strict=True):
             selected = SelectedRows(source, [block_parts == part for block_parts in parts])
+            # A part with share 0 may be empty.
             if share and not selected.block_sizes.sum():
                 raise ValueError(
                     f"the split by {self.by} leaves no rows for {part.name.lower()}: take a larger share."

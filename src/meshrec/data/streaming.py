@@ -247,10 +247,12 @@ class _Lane:
             if self._unread is None:
                 self._unread = next(self._windows)
             num = len(self._unread.labels)
+            # The part may start before this window, or after it.
             start = min(max(0, part.first - self._position), num)
             end = min(part.last - self._position, num)
             if start < end:
                 pieces.append(self._unread.part(start, end))
+            # The remaining samples belong to the next part.
             self._unread = self._unread.part(end, num) if end < num else None
             self._position += end
         return pieces

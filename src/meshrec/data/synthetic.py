@@ -399,11 +399,13 @@ def drifting_clicks(
         drift=drift,
     )
     if rows == "vocabulary":
+        # From the first tenth only, because a vocabulary cannot contain items that appear later.
         first_tenth = replace(train, num_samples=-(-num_samples // 10))
         drift = replace(drift, vocabularies=_frequent_ids(first_tenth, max_rows - 1))
         train = replace(train, drift=drift)
 
     def held_out(split: int) -> StreamReader:
+        # Items continue to be replaced in the held-out samples.
         later = replace(drift, first=num_samples + (split - 1) * num_test)
         source = replace(train, num_samples=num_test, split=split, drift=later)
         return StreamReader(source, seed=seed, shuffle=False)

@@ -81,8 +81,10 @@ def synthetic_impressions(
         **{f"history_{name}": Ranges(values, starts, index - starts) for name, values in by_item.items()},
         "history_action": Ranges(log.click_N, starts, index - starts),
         **{name: Ranges(values, index, ones) for name, values in by_item.items()},
+        # One more time than items: that of the impression itself.
         "times": Ranges(log.time_N, starts, index - starts + 1),
     }
+    # Split in time order, so that held-out impressions are later than all training impressions.
     by_time = np.argsort(log.time_N, kind="stable")
     train, validation, test = np.split(by_time, [8 * len(index) // 10, 9 * len(index) // 10])
 

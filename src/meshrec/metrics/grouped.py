@@ -47,6 +47,7 @@ def grouped_auc(
         logits, labels = torch.tensor([0.0, 1.0, 5.0, 4.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
         assert grouped_auc(logits, labels, torch.tensor([7, 7, 8, 8])) == 0.5
     """
+    # On the host, where groups are sorted with NumPy.
     columns = click_columns(id_column(groups), logits, labels, weights=weights).cpu()
     group = encode_ids(columns[0], "groups", is_floating=groups.is_floating_point())
     logits, labels, weights = columns[1:]
@@ -55,6 +56,7 @@ def grouped_auc(
     if bool(logits.isnan().any()):
         return float("nan")
     areas = auc_by_group(logits.numpy(), labels.numpy(), weights.numpy(), group)
+    # A group with only one class has no AUC.
     has_both = ~np.isnan(areas)
     if not has_both.any():
         return None

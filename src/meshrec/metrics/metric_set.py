@@ -127,6 +127,7 @@ class MetricSet:
             inside | probabilities_n.isnan(),
             "in [0, 1]. Pass logits to update",
         )
+        # A probability of exactly 0 or 1 would have an infinite logit.
         self.update(torch.logit(probabilities_n, eps=1e-12), labels, weights)
 
     def compute(self) -> MetricValues:
@@ -135,6 +136,7 @@ class MetricSet:
         Undefined metrics are omitted: AUC and AUPRC if all labels are equal, and all metrics without samples.
         With a NaN logit, all are NaN.
         """
+        # Samples that were added and not summed yet.
         self._flush()
         computed = MetricValues(*(self._metrics(totals) for totals in self._sums.take()))
         for name, extra in self._extra.items():

@@ -81,4 +81,5 @@ class WindowedSum:
                 "the configuration they were saved with (num_bins, ks)."
             )
         self._lifetime.copy_(lifetime)
+        # Checkpoints have no window, which belongs to the process that saved it.
         self._window.zero_()

@@ -192,6 +192,7 @@ class HSTURanker(nn.Module):
             features: IDs.
             names: Features to look up.
         """
+        # Features that are not requested get empty bags, because a lookup needs all features of its tables.
         stride = features.stride()
         none = torch.zeros(stride, dtype=features.lengths().dtype, device=features.device())
         bags = {name: features[name] for name in names}

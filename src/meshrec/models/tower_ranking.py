@@ -130,6 +130,7 @@ class TowerRanking(nn.Module):
 def _slice_samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
     """Return the samples ``first`` to ``last``, exclusive."""
     parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
+    # The last chunk may be smaller.
     last = min(last, features.stride())
     return KeyedJaggedTensor(
         list(features.keys()),

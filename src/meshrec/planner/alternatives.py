@@ -145,6 +145,7 @@ def _best_per_type(
         placed = state.cheapest_placement(index, int(candidate), weight_K)
         if placed is None:
             continue
+        # A copy, because the state must stay without the table for the other candidates.
         load_RK: Floats = state.load_RK.copy()
         load_RK[placed.placement.rank_N] += state.loads(placed.placement)
         after = float(load_RK.max(axis=0).sum() + problem.common_cost_C[candidate])

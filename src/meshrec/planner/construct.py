@@ -237,6 +237,7 @@ def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: floa
     """
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
+        # Annealing cannot close a large gap, and the time is then better spent on another start.
         if (
             not cap < state.seconds < _ANNEAL_LIMIT * cap
             or seconds <= 0

@@ -280,6 +280,7 @@ def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tupl
         high to low. The first interval has no upper end, and the last ends at 0.
     """
     used = np.flatnonzero((part_C > _USED) & (above_C > 0))
+    # Fraction of a type's tables whose largest piece is above the current height; the height falls.
     part_Y: dict[int, float] = {}
     most = 0.0
     tops: list[tuple[int, float]] = []

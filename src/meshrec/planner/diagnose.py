@@ -70,6 +70,7 @@ def _fits(
         problem = build_problem(CostModel(tables, topology, batch_size=batch_size), constraints)
     except ValueError:
         return False
+    # A short search, because many remedies are tried.
     return fitting_plan(problem, seconds=0.3) is not None
 
 
@@ -135,6 +136,7 @@ def _row_wise(
         old = constraints.get(table.name)
         if old is None or (ShardingType.ROW_WISE in old.allowed_types and old.ranks is None):
             continue
+        # Sorted, because the order of a set differs between processes.
         kinds = sorted(old.allowed_types | {ShardingType.ROW_WISE}, key=lambda kind: kind.value)
         changed[table.name] = replace(old, sharding_types=kinds, ranks=None)
         names.append(table.name)

@@ -289,6 +289,7 @@ class _CacheSize:
         """Return how many disk reads per training step a larger cache saves, per additional byte of memory.
 
         The larger cache is the present cache after another call of `grow`.
+        # Smallest first, so that as many tables as possible need no file.
         """
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)

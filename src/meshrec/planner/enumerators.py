@@ -342,6 +342,7 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
         if layout.scope is Scope.EVERYWHERE:
             continue
         in_node = layout.scope is Scope.NODES
+        # The even height. In `Scope.NODES`, a piece is also split over the ranks of its node.
         height = float(rows_C[index]) / (layout.row_parts * (model.node_size if in_node else 1))
         for width, count in Counter(layout.widths).items():
             pieces.append((index, count * layout.row_parts, height, width, in_node))

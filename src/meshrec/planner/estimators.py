@@ -308,6 +308,7 @@ class CostModel:
         by_exchange = {"ids": self._sent_ids(table, share)}
         for direction, name, counts in (
             (_FORWARD_WIRE, "output", np.ones(len(table))),
+            # Untrained tables send no gradients.
             (_BACKWARD_WIRE, "gradient", a.trained_T[table]),
         ):
             row = self._row_on_wire(table, columns, direction)

@@ -345,6 +345,7 @@ def from_plan(
         rectangles += [
             (index, *shard.rows, *shard.columns, shard.placement.rank) for shard in sharding.shards
         ]
+    # With a shape, because a plan may have no rectangles.
     columns = np.array(rectangles, np.int64).reshape(-1, 6).T
     return _placements(columns, replicated)
 

@@ -115,6 +115,7 @@ class HardwareProfile:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"HardwareProfile.device is {self.device!r}; use 'cpu' or 'cuda'.")
         for name in ("read_bandwidth", "update_bandwidth", "stream_bandwidth", "memory"):
+            # Written with `not`, so that NaN is rejected, too.
             if not getattr(self, name) > 0:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must be positive.")
         for name in self.__dataclass_fields__:

@@ -176,6 +176,7 @@ def table_of_config(
         pooling_factors=pooling,
         num_poolings=None if constraints.num_poolings is None else tuple(constraints.num_poolings),
         weight_bytes=weight_bytes,
+        # Bytes for scale and bias, which a quantized row has in addition to its values.
         row_bytes=row_bytes(config.embedding_dim, bits) - config.embedding_dim * bits / 8 if bits else 0,
         index_bytes=_index_bytes(config),
         trained=not bits,
@@ -183,6 +184,7 @@ def table_of_config(
         weighted=weighted,
         optimizer=optimizer,
         effective_rows=constraints.effective_rows,
+        # The cost model has one batch size per table, so features with other sizes are averaged.
         batch_size=None if not batch_sizes else round(sum(batch_sizes) / len(batch_sizes)),
         module_path=module_path,
         wire=wire,

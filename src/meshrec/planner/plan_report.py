@@ -282,6 +282,7 @@ def _new_elements(
     missing = 0
     for rank, rectangles in target.items():
         for rectangle in rectangles:
+            # The rectangles of a rank do not overlap, so the common elements can be added.
             already_held = sum(_overlap(rectangle, other) for other in held.get(rank, ()))
             missing += (rectangle[1] - rectangle[0]) * (rectangle[3] - rectangle[2]) - already_held
     return missing

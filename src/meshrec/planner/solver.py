@@ -367,6 +367,7 @@ class _HalvingSearch:
         """
         while True:
             for attempt in attempts:
+                # Otherwise no plan in the set can be faster than the best known plan.
                 if attempt.set_search.value < self.best_seconds:
                     attempt.run(max(work, self._least_work))
                     yield True

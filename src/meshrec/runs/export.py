@@ -218,6 +218,7 @@ def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Da
             times=query.reads_times,
         )
     )
+    # Scores for users without a history, whose query vector is 0.
     scores_I = (
         model.new_user_scores(torch.from_numpy(catalog.ids)).numpy() if model.scores_new_users else None
     )

@@ -56,6 +56,7 @@ def host_folder(path: Path, ranks: Ranks) -> tuple[RunFolder, list[int]]:
             make_folder(folder.path)
         except OSError as refused:
             error = f"{folder.path} cannot be made for its log ({refused.strerror})"
+    # Collected first, so that all ranks raise the same error.
     for rank, refusal in enumerate(ranks.collect(error)):
         if refusal is not None:
             raise ValueError(f"rank {rank}: {refusal}. Name another --runs, where every host may write.")
@@ -134,6 +135,7 @@ def _check_store(address: str, ranks: Ranks) -> None:
         ObjectStore(address).check()
     except Exception as refused:
         error = (str(refused) or type(refused).__name__).splitlines()[0]
+    # Collected first, so that all ranks raise the same error.
     for rank, refusal in enumerate(ranks.collect(error)):
         if refusal is not None:
             raise ValueError(

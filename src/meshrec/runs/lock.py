@@ -182,6 +182,7 @@ def _is_free(path: Path) -> bool:
     except OSError as error:
         return error.errno not in _LOCKED_ERRNOS
     finally:
+        # Also releases the lock which the test has taken.
         os.close(descriptor)
     return True
 

@@ -241,6 +241,7 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
     Raises:
         DataError: the column is empty, a user is missing, or the values have another kind.
     """
+    # Read with the type in the log, because users are compared with those in the log.
     kind = kind_of(logged.type)
     table = read_columns(str(path) if isinstance(path, Path) else path, [name], {name: kind})
     if name not in table.column_names or not table.num_rows:

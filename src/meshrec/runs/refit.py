@@ -64,6 +64,7 @@ def check_refit(job: Job) -> None:
     """
     if job.final is None:
         return
+    # Raises ValueError if the source does not support it.
     job.recipe.data.all_rows()
     if not job.keep or job.store is not None:
         given = "--no-checkpoints" if not job.keep else f"--out {job.store}"

@@ -175,6 +175,7 @@ def _distrust_reason(source: str, entry: Any) -> str | None:
         key = _key(make=False)
     except (OSError, RuntimeError, ValueError) as error:
         return f"your key cannot be read ({error})"
+    # In constant time, so that the comparison does not reveal the seal.
     if key is None or not hmac.compare_digest(_seal(key, source, entry), str(entry["seal"])):
         return f"it was not trained with your key ({key_path()})"
     return None

@@ -420,6 +420,7 @@ class Connection(HttpToolsProtocol):
         self._check_header()
         if self._refused_at is not None:
             raise ValueError("this connection was refused and accepts no further requests")
+        # More requests in the pipeline would take memory while their answers wait for earlier ones.
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._reason = (
                 429,
@@ -554,6 +555,7 @@ def client_key(address: str) -> str:
     except ValueError:
         return address
     if isinstance(parsed, ipaddress.IPv6Address):
+        # A client that reaches a dual-stack socket by IPv4.
         if parsed.ipv4_mapped is not None:
             return str(parsed.ipv4_mapped)
         return str(ipaddress.ip_network((parsed, 64), strict=False))

@@ -402,6 +402,7 @@ def _last_published(about: Mapping[str, Any]) -> Published | None:
     published = about.get("published")
     if published is None:
         return None
+    # A bool is an int in Python, so types are compared exactly.
     if not isinstance(published, list | tuple) or [type(part) for part in published] != [int, str]:
         raise ValueError(
             f"the package's last delta is {published!r:.80}; a number and a digest were "

@@ -130,6 +130,7 @@ class HistoryCache:
         self._num_bytes -= _entry_bytes(values, rows)
         kind = values[:width], len(values) // width
         self._lengths[kind] -= 1
+        # `find` tests for the key, and the counter would grow with every history ever cached.
         if not self._lengths[kind]:
             del self._lengths[kind]
 
@@ -200,6 +201,7 @@ class IncrementalScores:
         )
         rows = [cached.rows for cached in prefixes if cached is not None]
         if len(prefixes) > 1 or not rows:
+            # Without rows, so that the concatenation has a shape and dtype when no history is cached.
             nothing = TokenCache.empty(self._cache_shape, len(prefixes)).rows
             cached_lengths = num_cached[num_cached > 0].tolist()
             rows = [

@@ -305,6 +305,7 @@ class Repository:
             reason = self._reasons[name].rstrip(".")
             message = f"model {name!r} is not ready: {reason}. Try again later."
             raise RequestError(message, 503, {"Retry-After": "1"})
+        # A request that names a version wants exactly its weights, so no other version may answer.
         if version is not None and version != served.version:
             raise RequestError(
                 f"model {name!r} has no version {version!r}; its version is {served.version!r}.", 404
@@ -487,6 +488,7 @@ class Repository:
             if until is not None:
                 raise ValueError(f"model {name!r} does not follow deltas. Start the server with --deltas.")
             return None
+        # The run and the step tell which delta comes next.
         if "run" not in predictor.about or "step" not in predictor.about:
             raise ValueError(f"the package of {name!r} has no run in its manifest. Export it from a run.")
         codes, hashed = Quantization(predictor.quantised, predictor.rounding), predictor.hashed

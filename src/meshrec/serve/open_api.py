@@ -121,6 +121,7 @@ def _sample(signature: Signature) -> dict[str, Any]:
             "minItems": size,
             "maxItems": size,
         }
+    # A model that takes raw values computes the IDs itself.
     for feature in signature.features if signature.raw is None else ():
         one: dict[str, Any] = {"type": "integer"}
         if feature not in signature.any_ids:

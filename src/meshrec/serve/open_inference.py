@@ -213,6 +213,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
     assert signature.raw is not None
     columns, missing = {}, []
     for name, kind in signature.raw.kinds.items():
+        # Clients send a list column as a whole, with JSON values, or as flat values and lengths.
         whole, parts = RAW + name, (RAW + name + VALUES, RAW + name + LENGTHS)
         if whole in arrays:
             columns[name] = arrays[whole]
@@ -481,6 +482,7 @@ def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[A
             )
         array: NDArray[Any] = np.frombuffer(data, sent)
         if datatype == "BF16":
+            # bf16 has the upper 16 bits of fp32.
             return (array.astype(np.uint32) << 16).view(np.float32)
         if datatype == "BOOL" and (array.view(np.uint8) > 1).any():
             raise RequestError(f"input {name!r} has bytes above 1; BOOL allows only 0 and 1.")

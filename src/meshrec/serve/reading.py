@@ -129,6 +129,7 @@ def read(reading: Body, signature: Signature) -> InferRequest:
         if reading.is_infer:
             return read_infer(reading.body, reading.header_length, signature)
         request = read_samples(reading.body, signature)
+    # json.loads recurses for every level of nesting.
     except RecursionError as error:
         raise RequestError("the body is nested too deep. Send lists of numbers or strings.") from error
     except MemoryError as error:

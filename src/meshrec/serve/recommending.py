@@ -56,6 +56,7 @@ def parse_query(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
     if unknown := sorted(given.keys() - set(allowed)):
         there = f"allowed: {' and '.join(allowed)}" if allowed else "this path has no options. Remove it"
         raise RequestError(f"the address has the unknown option {shown(unknown[0])}; {there}.")
+    # A dict keeps the last of repeated options, which the client would not notice.
     if len(given) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise RequestError(f"the address has {shown(twice)} twice. Give it once.")

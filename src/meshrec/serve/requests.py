@@ -247,6 +247,7 @@ def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
             f"dense must have shape [{num_rows}, {num_dense}] (a row per sample, or 1 if samples "
             f"share it), got {list(dense.shape)}."
         )
+    # The model would turn NaN or infinity into scores that are NaN.
     finite = np.isfinite(dense)
     if not finite.all():
         sample, column = (int(axis[0]) for axis in np.nonzero(~finite))
@@ -298,6 +299,7 @@ def _check_lengths(
             )
     if not features:
         return
+    # One array for all features, so that the checks are few NumPy calls.
     lengths_FB = np.stack([lengths[feature] for feature in features])
     if lengths_FB.size and lengths_FB.min() < 0:
         f, sample = (int(axis[0]) for axis in np.nonzero(lengths_FB < 0))

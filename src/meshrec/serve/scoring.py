@@ -132,6 +132,7 @@ async def _infer_answer(scored: ScoreResult) -> Answer:
     if not infer.wants_binary:
         tensor = await _json_with_array(output, "data", scores.reshape(-1))
         return Answer(200, b'%s, "outputs": [%s]}' % (json.dumps(fields)[:-1].encode(), tensor), _JSON_TYPE)
+    # The protocol's binary tensors are little-endian.
     data = scores.astype("<f4", copy=False).tobytes()
     output["parameters"] = {"binary_data_size": len(data)}
     head = json.dumps({**fields, "outputs": [output]}).encode()

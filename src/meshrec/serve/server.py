@@ -277,6 +277,7 @@ class _HttpServer(uvicorn.Server):
         """
         loop, config = asyncio.get_running_loop(), self.config
         accepted = []
+        # Sockets do not block, so this ends when the queue is empty.
         for server, listener in zip(self.servers, sockets, strict=True):
             with contextlib.suppress(BlockingIOError):
                 while True:

@@ -65,6 +65,7 @@ class WarmUp(NamedTuple):
             lines = self.samples.read_bytes().splitlines()
             requests = [read_samples(line, signature) for line in lines if line]
         else:
+            # The smallest and the largest batch, whose shapes a compiled program must both support.
             requests = [_random_request(signature, size) for size in (1, self.max_batch)]
         if signature.shared:
             requests += [
@@ -239,6 +240,7 @@ def _try_package(open_package: Open, package: CheckedPackage, warm_up: WarmUp) -
             compute_scores(predictor, request)
     except Exception as error:
         is_expected = isinstance(error, PackageError | ValueError | OSError)
+        # An empty report would look like a crash.
         return (str(error) if is_expected else f"{type(error).__name__}: {error}").encode() or b"no reason"
     return _PASSED
 

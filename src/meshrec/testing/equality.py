@@ -194,6 +194,7 @@ class _Reference:
         children = dict(module.named_parameters())
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
         for config in configs():  # type: ignore[operator]
+            # Parameters are named ``embedding_bags.TABLE.weight`` or ``embeddings.TABLE.weight``.
             inner = next(name for name in children if name.split(".")[-2] == config.name)
             full = f"{path}.{inner}" if path else inner
             spec = in_backward_spec(children[inner]) or sharder.optimizer

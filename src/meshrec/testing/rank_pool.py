@@ -252,6 +252,7 @@ def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
 
 def _imported(task: _Call) -> ModuleType | None:
     """Return the module that defines a called function if it is loaded or importable by name, else None."""
+    # A test file may be loaded under another name than in a new process.
     loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == task.file]
     if loaded:
         return loaded[0]

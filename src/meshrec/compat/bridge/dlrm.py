@@ -187,6 +187,7 @@ class DLRM_Projection(DLRM):
         super().__init__(embedding_bag_collection, *sizes, dense_device)
         width, count = self.sparse_arch.D, self.sparse_arch.F
         branches, vectors = [], []
+        # Every branch reads the embeddings of all features, and the dense vector.
         for branch in (interaction_branch1_layer_sizes, interaction_branch2_layer_sizes):
             if branch[-1] % width:
                 raise ValueError(

@@ -191,6 +191,8 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool the bags of all features: [B, sum of D], with a column block per feature."""
+        # Eager calls use MeshRec's lookup. The loop below is for TorchScript and torch.fx, which can record
+        # it.
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
                 return to_torchrec_keyed_tensor(super().forward(maybe_td_to_kjt(features)), torch.float32)
@@ -255,6 +257,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
             self.embeddings = nn.ModuleDict()
         self._need_indices = need_indices
         self._embedding_configs = self.embedding_configs()
+        # Set by `set_use_sorted_select`, only for the getter: the order of reads does not change results.
         self._sorted_select = False
         # Kept only for the methods that return them.
         self._gather_select = (use_gather_select, use_gather_select_per_sharding)
@@ -267,6 +270,8 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up a row per ID. Returns rows [n, D] by feature, in the bags of the input."""
         result: dict[str, JaggedTensor] = {}
+        # Eager calls use MeshRec's lookup. The loop below is for TorchScript and torch.fx, which can record
+        # it.
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
                 return self._look_up(maybe_td_to_kjt(features))

@@ -46,6 +46,7 @@ class PositionWeightedModule(_PositionWeighted):
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Replace the module's features in ``features`` by weighted bags, and return ``features``."""
+        # While torch.fx traces, the features are a Proxy, and this call becomes a single node.
         if isinstance(features, Proxy):
             return weighted_bags(
                 features, list(self.max_feature_lengths), list(self.position_weights.values())
@@ -71,6 +72,7 @@ class PositionWeightedProcessor(_PositionWeighted):
 
         Returns the input unchanged if it has none of these features.
         """
+        # While torch.fx traces, the features are a Proxy, and this call becomes a single node.
         if isinstance(features, Proxy):
             names = list(self.max_feature_lengths)
             return weighted_keys(features, names, list(self.position_weights.values()))

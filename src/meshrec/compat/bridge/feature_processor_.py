@@ -34,10 +34,12 @@ class PositionWeightedModuleCollection(core.PositionWeightedModuleCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the same bags with position weights. IDs of other keys get weight 1."""
+        # While torch.fx traces, the features are a Proxy, and this call becomes a single node.
         if isinstance(features, Proxy):
             weights = self.position_weights_dict
             return keys_weighted_by_position(features, list(weights), list(weights.values()))
         bags = super().forward(features)
+        # Not validated again: only the weights differ from the input.
         return KeyedJaggedTensor.unchecked(
             bags.keys(),
             bags.values(),

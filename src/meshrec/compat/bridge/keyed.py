@@ -327,6 +327,7 @@ def batch_cal_norm(
     device = grad_list[0].device if grad_list else None
     empty = torch.tensor(-torch.inf if is_max else 0.0, device=device)
     total: Tensor = empty
+    # Powers of the norms, because these can be added over groups and ranks.
     if norms:
         total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
     for group in process_groups or ():

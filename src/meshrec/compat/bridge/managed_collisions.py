@@ -66,6 +66,7 @@ class ManagedCollisionModule(nn.Module, ABC):
         if len(output_segments) > _MAX_SEGMENTS:
             raise ValueError(f"{len(output_segments)} output segments; at most {_MAX_SEGMENTS} are allowed.")
         self._device = device
+        # A buffer of fixed size, so that modules with other segments can load it.
         padded = output_segments + [-1] * (_MAX_SEGMENTS - len(output_segments))
         self.register_buffer("_output_segments_tensor", torch.tensor(padded, device=device))
         self.register_buffer("_current_iter_tensor", torch.zeros(1, dtype=torch.int64, device=device))

@@ -276,6 +276,7 @@ class _Table(NamedTuple):
 def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
     """Yield all tables in a model that the sharders support."""
     for path, module, sharder in embedding_modules(model, sharders):
+        # Parameter names end in ``TABLE.weight``.
         weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
         weighted = bool(getattr(module, "is_weighted", lambda: False)())

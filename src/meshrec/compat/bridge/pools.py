@@ -52,6 +52,7 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
                 f"ids must be one row of integers on {self._device}, got {ids.dtype} {list(ids.shape)} on "
                 f"{ids.device}."
             )
+        # Tensors on ``meta`` have no values to check.
         if not ids.is_meta and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._pool_size):
             raise ValueError(
                 f"ids must be from 0 to {self._pool_size - 1}, got {int(ids.min())} to {int(ids.max())}. "

@@ -104,6 +104,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
         Under torch.fx tracing, a separate lookup is recorded per feature.
         """
+        # Eager calls use MeshRec's lookup. torch.fx records the loop below.
         if not isinstance(features, Proxy):
             return embeddings.to_torchrec_keyed_tensor(super().forward(maybe_td_to_kjt(features)))
         bags = features.to_dict()

@@ -81,6 +81,7 @@ def table_groups(module: Any) -> list[QuantTableGroup]:
     Raises:
         ValueError: a table is split by columns.
     """
+    # Only a sharded collection has this attribute, with the shards of this rank.
     built = getattr(module, "built", None)
     bags = getattr(module, "embedding_bag_configs", None)
     configs = module.embedding_configs() if bags is None else bags()

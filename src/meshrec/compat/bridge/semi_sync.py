@@ -179,6 +179,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
             SEMISYNC_GLOBAL_STEP_COUNTER_KEY: self._global_step_counter,
             SEMISYNC_LOCAL_STEP_COUNTER_KEY: self._local_step_counter,
         }
+        # Checkpoints store state by parameter, so the counters accompany the global optimizer's parameters.
         for parameter in self._global_optimizer.state:
             state[parameter].take("", counts)
         return state

@@ -53,6 +53,7 @@ def _generator(
         """
         size = TableSize(param.shape[0], param.shape[1])
         core_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
+        # Generators are not told the table's name, so errors use these words instead.
         placed = core_generator(
             "of this parameter", size, core.WorldShape(world_size, local_size, device_type)
         )

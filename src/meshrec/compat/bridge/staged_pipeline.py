@@ -142,6 +142,7 @@ class StagedTrainPipeline:
         if self._has_ended or self._flushes:
             return None
         batch = next(iterator, None)
+        # Once, at the first missing batch. Later calls return above.
         if batch is None and not self._has_ended:
             self._has_ended = True
             for stage in self._stages:
@@ -234,11 +235,14 @@ class SparseDataDistUtil:
         def take_lookup(features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
             """Return the rows for the features if their exchange was started early, else None."""
             for batch in self._batches:
+                # An error belongs to the batch in which it occurred, so it is raised when the model reads
+                # this batch.
                 if batch.error is not None and path_to(batch.batch, features) is not None:
                     raise batch.take_error()
                 result = batch.take(module, features)
                 if result is not None:
                     return result
+                # The module reads this part of the batch: from the next batch on, its exchange starts early.
                 if (path := path_to(batch.batch, features)) is not None and (module, path) not in self._calls:
                     self._calls.append((module, path))
             return None

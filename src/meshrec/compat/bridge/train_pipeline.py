@@ -80,6 +80,7 @@ class _Overlapping:
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._custom_forward, self._semi_synchronous_from = forward, semi_synchronous_from
         self._execute_all_batches = execute_all_batches
+        # Replaced by `attach` if the model changes.
         self._pipeline = self._new_pipeline()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:

@@ -98,6 +98,7 @@ class WarmupStage:
             case WarmupPolicy.CONSTANT:
                 return value
             case WarmupPolicy.POLY:
+                # Without decay_iters, the curve reaches 0 at the end of the stage.
                 decay_iters = self.decay_iters if self.decay_iters > 0 else self.max_iters
                 return math.pow(1.0 - iteration / decay_iters, value)
             case WarmupPolicy.STEP:

@@ -189,6 +189,7 @@ class Features(Encoding):
     def id_columns(self) -> tuple[str, ...]:
         """Return the data columns from which IDs are read, without columns added by joins."""
         joined = {column for join in self.joins for column in join.columns}
+        # A join adds these columns to the data, so data files do not have them.
         return tuple(
             dict.fromkeys(
                 feature.source
@@ -272,11 +273,13 @@ class Features(Encoding):
 
     def wrong_columns(self, schema: pa.Schema) -> list[str]:
         """Return an error message for every missing or unreadable column; empty if the schema is right."""
+        # Other checks read the columns, so a missing column is reported alone.
         missing = [name for name in self.columns() if schema.get_field_index(name) < 0]
         if missing:
             return [f"there is no column {name!r} among {schema.names}" for name in missing]
         kinds = {name: kind_of(schema.field(name).type) for name in self.columns()}
         wrong = [message for join in self.joins if (message := join.kind_error(kinds)) is not None]
+        # From here on with the joined columns, which labels and features may read.
         for join in self.joins:
             kinds |= join.kinds()
         wrong += [message for label in self.labels if (message := label.kind_error(kinds)) is not None]
@@ -574,6 +577,7 @@ class Features(Encoding):
             )
         features = []
         for feature in saved["features"]:
+            # A dict names a column in the Arrow file. A vocabulary in the JSON itself is a list.
             if isinstance(feature.get("vocabulary"), dict):
                 column = feature["vocabulary"]["column"]
                 if column not in vocabularies:

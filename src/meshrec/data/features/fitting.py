@@ -94,6 +94,7 @@ def fit_on_ranks(
         Exception: a rank failed, as for `fit_features`; raised on every rank.
     """
     name = "fitting features"
+    # Errors on some ranks are raised on all, so that no rank waits in the next collective.
     with together(axis, name):
         source = open_source(train, features, Faults(on_error))
         assert isinstance(source, Tables)
@@ -129,6 +130,7 @@ def _training_rows(split: Split, source: Source, axis: Axis) -> Bools:
     with together(axis, name):
         keys = split.keys_of(source, row_ranges(sizes, first, last))
     own = _training_mask(split.parts_of_keys(keys, lambda item: gather_objects(item, axis, name)))
+    # Eight rows per byte, because every rank receives the masks of all ranks.
     masks = gather_objects((np.packbits(own), len(own)), axis, name)
     return np.concatenate([np.unpackbits(bits, count=num).view(np.bool_) for bits, num in masks])
 

@@ -363,6 +363,7 @@ class Integer(IdFeature):
         """
         outside = rows < 0
         if outside.any():
+            # The example for the message, from the first wrong row.
             first = values.array[int(outside.argmax())].as_py()
             problem = (
                 f"null. Give feature {self.name!r} missing=, the row that null has"
@@ -371,6 +372,7 @@ class Integer(IdFeature):
                 f"{self.name!r}, or hash it"
             )
             checks.require(values.samples_without(outside), self.source, f"has {problem}")
+            # Any valid row: these samples are left out.
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:

@@ -142,6 +142,7 @@ class RequestColumns:
             return self.shared
         table, zeros = self.table, pa.array(np.zeros(self.table.num_rows, np.int64))
         for name in shared_names:
+            # The repeated column would take this much memory, and the rows may come from a request.
             if self.shared[name].nbytes * table.num_rows > _MAX_REPEATED_BYTES:
                 raise DataError(
                     f"column {name!r} is crossed with those of samples, and has too many bytes to repeat "

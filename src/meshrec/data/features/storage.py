@@ -33,6 +33,7 @@ def write_vocabularies(vocabularies: Mapping[str, Any], path: str | Path) -> dic
     """
     file = vocabulary_file(path)
     lists = {
+        # A list of all values in a single row, so that vocabularies of different sizes fit in one table.
         name: pa.LargeListArray.from_arrays(np.array([0, len(values)]), values)
         for name, values in vocabularies.items()
     }

@@ -82,6 +82,7 @@ def kind_of(kind: pa.DataType) -> Kind:
         return f"list of {inner}" if inner in ("integer", "number", "text") else "other"  # type: ignore[return-value]
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         return "integer"
+    # Decimals without digits after the point are whole numbers.
     if pa.types.is_decimal(kind) and kind.scale <= 0:
         return "integer"
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -355,6 +356,7 @@ def parsed_times(strings: Any, time_format: str | None = None) -> Any:
     Raises:
         DataError: a string is not a time.
     """
+    # Arrow parses at most six digits of a second's fraction, the microseconds.
     strings = pc.replace_substring_regex(
         pc.utf8_trim_whitespace(_strings(strings)), r"(\.[0-9]{6})[0-9]+", r"\1"
     )
@@ -366,6 +368,7 @@ def parsed_times(strings: Any, time_format: str | None = None) -> Any:
             raise DataError(f"{wrong[0].as_py()!r} is not a time as {time_format!r} has it")
         return times
     reasons = []
+    # Arrow requires a time zone in all strings for the first type, and in no string for the second.
     for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
         try:
             return strings.cast(kind).cast(pa.timestamp("us"))
@@ -464,6 +467,7 @@ def _microseconds(array: Any, unit: TimeUnit) -> Any:
 
 def _part(times: Any, part: DatePartName) -> Any:
     """Return a part of Arrow timestamps, counted from 0; see `parts_of`."""
+    # A difference, because Arrow has no function for the days since 1970.
     if part == "days":
         return pc.days_between(pa.scalar(0, pa.int64()).cast(times.type), times)
     functions = {

@@ -205,6 +205,7 @@ def _seconds(
     times = []
     for _ in range(_CALLS + 1):
         message = torch.ones(elements, device=device)
+        # Ranks start together, so that waiting for a late rank does not count as transfer time.
         dist.barrier(group)
         _synchronize(device)
         started = time.perf_counter()

@@ -62,6 +62,7 @@ class Trial(NamedTuple):
             Table(
                 name=name,
                 num_embeddings=self.num_rows,
+                # The optimizer with which `_take_steps` trains.
                 embedding_dim=self.dim,
                 pooling_factors=(float(self.bag),),
                 optimizer=OptimizerKind.ROW_WISE_ADAGRAD,
@@ -74,6 +75,7 @@ class Trial(NamedTuple):
         ranks, size = WorldShape(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
         builders = {
             "table_wise": lambda number: table_wise(rank=number % num_ranks),
+            # Two parts on adjacent ranks, so that every rank has two halves of tables.
             "column_wise": lambda number: column_wise(ranks=[number % num_ranks, (number + 1) % num_ranks]),
             "row_wise": lambda number: row_wise(),
             "data_parallel": lambda number: data_parallel(),

@@ -373,6 +373,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         first = 0
         for segment in segments:
             last = first + segment
+            # All keys in one group: the same object, with the counts cached in it.
             if segment == len(self._keys):
                 groups.append(self)
             else:

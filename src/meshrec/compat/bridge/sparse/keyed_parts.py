@@ -48,6 +48,7 @@ class KeyedParts:
 
         If keys differ, return the batch size from ``inverse_indices``, or else the maximum.
         """
+        # A local variable, because TorchScript narrows Optional types of local variables only.
         given = self._stride
         if given is not None:
             return given
@@ -62,6 +63,7 @@ class KeyedParts:
                     stride = int(strides.sum(1).max().item())
             elif strides is None and offsets is not None and offsets.numel() > 0:
                 stride = (offsets.numel() - 1) // len(self._keys)
+            # Without strides, all keys have the same number of bags.
             elif strides is None and lengths is not None:
                 stride = lengths.numel() // len(self._keys)
         self._stride = stride
