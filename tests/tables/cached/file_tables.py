@@ -266,8 +266,8 @@ def fails_on_one_rank(folder):
     FIXED.train(model, range(2))
     if default_env().world.rank == 1:
         for table in tables_of(model):
-            table._workers.error = RowFileError("the disk is gone")
-            table._last_read = table._workers.reader.submit(table._read_and_log, None, [])
+            table._transfers._error = RowFileError("the disk is gone")
+            table._transfers.start_read(None, [])
     found = []
     pipeline, feed = TrainPipeline(model, model.fused_optimizer), FIXED.batches(range(2, 6))
     for _ in range(4):

@@ -116,7 +116,7 @@ def test_a_damaged_row_is_named_and_loading_heals(tmp_path):
     train(model, range(6))
     saved = {name: value for name, value in whole(model).items() if name in model.state_dict()}
     table = tables_of(model)[0]
-    table._finish_writes()
+    table._transfers.finish_writes()
     cached = set(table.slot_keys.tolist())
     key = next(key for key in range(400) if key not in cached)
     path, layout = table.stored.file.path, table.stored.file.layout

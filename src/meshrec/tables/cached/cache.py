@@ -6,6 +6,7 @@ A *slot* is a row position in the cache. A *row part* is the weight or an optimi
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from meshrec.ops import records
 from meshrec.ops.index import HashIndex
 from meshrec.ops.memory import empty_pages
+from meshrec.tables.index import Pin
 from meshrec.tables.table import RowPart
 
 # Small, so that a row which was popular long ago leaves after at most three passes of the hand.
@@ -182,6 +184,46 @@ class RowCache:
     def num_pinned(self) -> int:
         """Number of slots that batches in flight use."""
         return int((self.pins > 0).sum())
+
+
+class RowsInFlight(Pin):
+    """Keeps the cache slots used by a batch from getting other rows.
+
+    The batch's rows may still be on their way from the file to these slots; see ``wait``.
+
+    Args:
+        band: table number, first row and end row of the table's rectangle.
+        cache: the cache.
+        used: distinct slots used by the batch, int64.
+        arrival: future which finishes when the rows are in the cache, or an error for ``wait`` to raise.
+    """
+
+    def __init__(
+        self, band: tuple[int, int, int], cache: RowCache, used: Tensor, arrival: "Future[None] | Exception"
+    ) -> None:
+        # ``_released`` is the cache's list, emptied by the next ``RowCache.use``.
+        self._used, self._released, self._arrival = used, cache.released, arrival
+        self.band, self.trace = band, cache.trace
+
+    def wait(self) -> None:
+        """Wait until all rows of the batch are in the cache.
+
+        Raises:
+            RowFileError: rows cannot be read, or victims cannot be written.
+            ValueError: the cache has no room for the batch.
+        """
+        if isinstance(self._arrival, Exception):
+            raise self._arrival
+        self._arrival.result()
+
+    def release(self) -> None:
+        """Release the slots. The cache removes the pins when the next batch starts."""
+        if not self.is_released:
+            self.is_released = True
+            self._released.append(self._used)
+
+    def __del__(self) -> None:
+        self.release()  # for a batch dropped without an update
 
 
 def _copy_rows(part: Tensor, slots: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Regions (blocks of consecutive rows) in a table's file. A region gets initial values on first use."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,13 @@ from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
 
 InitialBlocks = Callable[[Span], Iterable[RowBlock]]
 """Function returning blocks with the initial rows in a key interval."""
+
+
+class InitializedPart(NamedTuple):
+    """A row part (the weight or an optimizer state tensor), and its initial value if no other is given."""
+
+    part: RowPart
+    value: float
 
 
 class StoredRows:
@@ -73,7 +80,7 @@ class RowRegions(StoredRows):
     def __init__(
         self,
         file: RowFile,
-        parts: Sequence[tuple[RowPart, float]],
+        parts: Sequence[InitializedPart],
         rectangle: Rectangle,
         region_rows: int,
     ) -> None:

@@ -9,8 +9,8 @@ import torch
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.cache import slot_bytes
 from meshrec.tables.cached.file import RowFile, new_path, part_bytes
-from meshrec.tables.cached.regions import RowRegions
-from meshrec.tables.cached.table import FileTable, InitializedPart
+from meshrec.tables.cached.regions import InitializedPart, RowRegions
+from meshrec.tables.cached.table import FileTable
 from meshrec.tables.dense.rows import DenseRows
 from meshrec.tables.dense.table import parts_of
 from meshrec.tables.initial import block_rows

@@ -19,10 +19,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from meshrec.tables.cached.cache import RowsInFlight
 from meshrec.tables.cached.file import RowFile, memory_for, new_path, part_bytes
-from meshrec.tables.cached.regions import StoredRows
+from meshrec.tables.cached.regions import InitializedPart, StoredRows
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.cached.table import FileTable, InitializedPart, RowLog, RowsInFlight
+from meshrec.tables.cached.table import FileSnapshot, FileTable
 from meshrec.tables.hashed.keys import ALL_KEYS
 from meshrec.tables.index import Resolved
 from meshrec.tables.table import Rectangle, RowBlock, Span
@@ -113,7 +114,7 @@ class HashedFile:
             part.fill_(start.value)
         self.table.start_rows(slots, rows)
 
-    def read(self, slots: Tensor, frozen: RowLog | None = None) -> dict[str, Tensor]:
+    def read(self, slots: Tensor, frozen: FileSnapshot | None = None) -> dict[str, Tensor]:
         """Return copies of the rows in some index slots, by part name.
 
         Args:

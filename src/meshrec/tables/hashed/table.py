@@ -44,8 +44,10 @@ from meshrec.ops.index import (
 )
 from meshrec.ops.initial_rows import uniform_rows, write_uniform_rows
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.cached.cache import RowsInFlight
+from meshrec.tables.cached.regions import InitializedPart
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.cached.table import InitializedPart, RowLog, RowsInFlight
+from meshrec.tables.cached.table import FileSnapshot
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.hashed.admission import AdmissionCounts, admission_counts_for, in_span
 from meshrec.tables.hashed.file import CachedKeys, HashedFile
@@ -551,7 +553,7 @@ class HashedTable:
         slots: Tensor,
         columns: Span,
         names: Iterable[str] | None = None,
-        frozen: RowLog | None = None,
+        frozen: FileSnapshot | None = None,
     ) -> dict[str, Tensor]:
         """Return copies of the rows at some slots, by part name.
 
@@ -576,7 +578,7 @@ class HashedTable:
         first, end = (storage.part_column(column - r.c0) for column in columns)
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
-    def freeze(self) -> RowLog | None:
+    def freeze(self) -> FileSnapshot | None:
         """Snapshot the rows in the file. None for rows in memory, of which a forked process has a copy."""
         return None if self.file is None else self.file.table.snapshot()
 
@@ -668,7 +670,7 @@ class _LazyParts(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: RowLog | None
+        self, table: HashedTable, keys: Tensor, slots: Tensor, columns: Span, frozen: FileSnapshot | None
     ) -> None:
         self._table, self._keys, self._slots, self._columns = table, keys, slots, columns
         self._frozen = frozen
@@ -711,7 +713,7 @@ class KeyOrderedRows:
         self.rows, self.state = table.rows, ()
         self._changes = table.num_changes
         # Set only in the copy returned by ``snapshot``, until ``close``.
-        self._frozen: RowLog | None = None
+        self._frozen: FileSnapshot | None = None
 
     def is_of(self, table: object) -> bool:
         """Return whether this view was made from ``table`` and still lists the live rows."""
