@@ -12,6 +12,7 @@ import pytest
 
 from meshrec.data import DataError, histories, log_parts
 from meshrec.data.histories import _sorted_order
+from meshrec.data.interactions import Interactions
 from meshrec.data.log_columns import LogColumns
 from meshrec.train import Log
 
@@ -194,11 +195,54 @@ def test_ranks_share_a_folder_and_read_the_same_batches(tmp_path):
     with ThreadPoolExecutor(4) as ranks:
         datasets = list(ranks.map(lambda _: source.load(), range(4)))
     for dataset in datasets:
-        for part in ("train", "validation", "test"):
-            batches = [[*getattr(each, part).batches(8)] for each in (dataset, expected)]
-            for actual, other in zip(*batches, strict=True):
-                assert actual.sparse.values().tolist() == other.sparse.values().tolist()
-                assert actual.sparse.lengths().tolist() == other.sparse.lengths().tolist()
+        assert_same_dataset(dataset, expected)
+
+
+def assert_same_dataset(dataset, expected):
+    assert dataset.item_counts.tolist() == expected.item_counts.tolist()
+    assert (dataset.new_user_scores is None) == (expected.new_user_scores is None)
+    if dataset.new_user_scores is not None:
+        assert dataset.new_user_scores.tolist() == expected.new_user_scores.tolist()
+    for part in ("train", "validation", "test"):
+        batches = [[*getattr(each, part).batches(8)] for each in (dataset, expected)]
+        for actual, other in zip(*batches, strict=True):
+            assert actual.sparse.values().tolist() == other.sparse.values().tolist()
+            assert actual.sparse.lengths().tolist() == other.sparse.lengths().tolist()
+
+
+@pytest.mark.parametrize("held_out", ["leave_last_out", "time"])
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_second_start_makes_no_pass_over_the_log(held_out, windows, tmp_path, monkeypatch):
+    rng = np.random.default_rng(8)
+    data = str(written(tmp_path, [plain_log(rng, 90)]))
+    source = Log(log=(data,), histories=tmp_path / "built", held_out=held_out, windows=windows, history=3)
+    expected = replace(source, histories=None).load()
+    assert_same_dataset(source.load(), expected)
+    with monkeypatch.context() as patched:
+        patched.setattr(Interactions, "blocks", None)
+        assert_same_dataset(source.load(), expected)
+        # Options of the samples change no pass.
+        shorter = replace(source, history=2, evaluated_users=3)
+        with pytest.raises(TypeError):
+            replace(shorter, histories=None).load()
+        longer = shorter.load()
+    assert_same_dataset(longer, replace(shorter, histories=None).load())
+
+
+def test_changed_splits_logs_and_files_make_a_new_pass(tmp_path):
+    rng = np.random.default_rng(9)
+    tables = [plain_log(rng, 90), plain_log(rng, 40)]
+    data = str(written(tmp_path, tables[:1]))
+    source = Log(log=(data,), histories=tmp_path / "built", held_out="time", history=3)
+    source.load()
+    wider = replace(source, test_share=0.3)
+    assert_same_dataset(wider.load(), replace(wider, histories=None).load())
+    for path in source.histories.glob("derived-*/train_stops.npy"):
+        path.write_bytes(path.read_bytes()[:-8])
+    assert_same_dataset(source.load(), replace(source, histories=None).load())
+    written(tmp_path, tables)
+    assert_same_dataset(source.load(), replace(source, histories=None).load())
+    assert len([*source.histories.glob("derived-*")]) == 2
 
 
 def test_changed_files_and_options_replace_what_depends_on_them(tmp_path):

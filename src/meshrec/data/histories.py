@@ -15,6 +15,9 @@ as the stage's inputs have not changed:
    bounded memory, rows are first divided into buckets, each for a range of users. Then every bucket is
    sorted in memory.
 
+A run also stores the results of passes over the whole sorted log, such as item counts, in ``derived-*/``.
+Later runs with the same options map these files, and so start without a pass.
+
 The results equal those of the in-memory functions `meshrec.data.logs.counted_rows`, `fit_log` and
 `interactions`.
 """
@@ -23,9 +26,9 @@ import fcntl
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +42,7 @@ from meshrec.data.features import Features, Key
 from meshrec.data.features.features import FitState
 from meshrec.data.features.sketches import Counts, RowSample
 from meshrec.data.features.values import decoded, hashes_of, one_number, whole
+from meshrec.data.interactions import Arrays
 from meshrec.data.log_columns import ITEM, USER
 from meshrec.data.log_parts import (
     FEATURE,
@@ -85,6 +89,8 @@ _MANIFEST = "manifest.json"
 _MAX_MANIFEST = 1 << 28
 _SORT_BYTES = 128
 """Memory bytes per row while a bucket is sorted: two copies of the record, the sort keys, and the results."""
+_DERIVED_VERSION = 1
+"""Version of the arrays in `_DerivedArrays`. Raise it when `meshrec.data.next_items` computes others."""
 # A bucket is a file. With at least num_rows // _MAX_BUCKETS rows per bucket, there are fewer than
 # 2 * _MAX_BUCKETS buckets, so a bucket number fits uint16.
 _MAX_BUCKETS = 1 << 15
@@ -152,10 +158,10 @@ def open_histories(
         # All inputs that item IDs depend on.
         key = digest_of([numbered.key, vocabulary, item.rows, item.num_unseen])
         sorter = _Sorter(numbered, item, hashed, seed, memory)
-        manifest = _build_if_stale(path, key, sorter.build, numbered.parts)
+        manifest = _build_if_stale(path, key, sorter.build, numbered.parts.names)
         warn_of_unknown(log.name, manifest["num_unknown"], manifest["num_rows"])
         arrays = (np.load(path / f"{name}.npy", mmap_mode="r") for name in SortedRows._fields)
-        return logged_users(
+        logged = logged_users(
             log.name,
             features,
             SortedRows(*arrays),
@@ -164,6 +170,49 @@ def open_histories(
             hashed=hashed,
             sample=_read_sample(path) if log.columns.item_features else None,
         )
+    store = _DerivedArrays(folder, digest_of([_options(log), options]), digest_of([_DERIVED_VERSION, key]))
+    return logged._replace(log=replace(logged.log, store=store))
+
+
+@dataclass(frozen=True)
+class _DerivedArrays:
+    """Stored results of passes over a sorted log; see `meshrec.data.interactions.Interactions.derived`."""
+
+    folder: Path
+    """Folder of the histories."""
+    name: str
+    """Digest over the options of the log."""
+    key: str
+    """Digest over the content of the sorted log."""
+
+    def __call__(self, options: Any, compute: Callable[[], Arrays]) -> Arrays:
+        """Return memory-mapped arrays, which are computed and stored if they are missing or stale.
+
+        Args:
+            options: everything that the arrays depend on, besides the log; JSON types.
+            compute: returns the arrays by name.
+        """
+
+        def build(folder: Path) -> dict[str, Any]:
+            arrays = compute()
+            for name, array in arrays.items():
+                np.save(folder / f"{name}.npy", array)
+            return {"arrays": [*arrays]}
+
+        path = self.folder / f"derived-{digest_of([self.name, options])}"
+        # Other ranks wait for the first one instead of computing the same arrays.
+        with _lock(self.folder):
+            names = _build_if_stale(path, self.key, build, ())["arrays"]
+            return {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in names}
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Context: lock the folder of histories. Other processes that build in it wait."""
+    with (folder / "lock").open("ab") as lock:
+        # Closing the file at the end of the context releases the lock.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -174,13 +223,11 @@ def _locked_numbers(log: LogFiles, folder: Path, faults: Faults, memory: int) ->
     """
     parts_folder = folder / "parts"
     parts_folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as lock:
-        # Closing the file at the end of the context releases the lock.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock(folder):
         parts = encode_parts(log, parts_folder, faults, memory=memory)
         path = folder / f"numbers-{digest_of(_options(log))}"
         numbered = _UserItemNumbers(log, parts, path)
-        _build_if_stale(path, numbered.key, numbered.build, parts)
+        _build_if_stale(path, numbered.key, numbered.build, parts.names)
         yield numbered
 
 
@@ -745,18 +792,18 @@ def _sorted_order(keys: list[Ints]) -> Ints:
 
 
 def _build_if_stale(
-    path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts: LogParts
+    path: Path, key: str, build: Callable[[Path], dict[str, Any]], parts: Sequence[str]
 ) -> dict[str, Any]:
     """Build a stage folder unless it is up to date, and return the folder's manifest.
 
-    The caller holds the lock from `_locked_numbers`.
+    The caller holds the lock from `_lock`.
 
     Args:
         path: stage folder. A build for other inputs is replaced; log parts that no stage uses any more are
             deleted.
         key: digest over all inputs of the stage. The folder is up to date if its manifest has this key.
         build: writes the stage files into a temporary folder, and returns additional manifest fields.
-        parts: log parts that the stage was built from.
+        parts: names of the log parts that the stage reads, also after it was built.
 
     Raises:
         DataError: the folder exists, but has no readable manifest, so MeshRec may not have created it.
@@ -769,7 +816,7 @@ def _build_if_stale(
     with durable_folder(path) as folder:
         fields = build(folder)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-        manifest = {"key": key, "files": sizes, "parts": [*parts.names], **fields}
+        manifest = {"key": key, "files": sizes, "parts": [*parts], **fields}
         write_durably(folder / _MANIFEST, sealed(manifest))
         # Only now: until here an error leaves the old build intact. The rename at the end of durable_folder
         # needs an empty folder, or none.

@@ -1,10 +1,11 @@
 """Interaction logs, sorted by user and time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from meshrec.data.dataset import Feature
 from meshrec.data.in_memory import Ranges
@@ -15,6 +16,8 @@ from meshrec.data.samples import Ints
 HISTORY, SEEN, TIMES = "history", "seen", "times"
 """Feature names in next-item samples: earlier items, items not to recommend again, and history timestamps;
 see `next_items`."""
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""Arrays by name."""
 BLOCK = 1 << 18
 """Interactions per block: arrays of a few MB, which make the overhead per block negligible."""
 
@@ -39,6 +42,7 @@ class Interactions:
         user: user feature; None: users are not a feature.
         user_ids: ID in the user table, per user, [num_users]; -1 for a user without an ID.
         described: additional item features by name, with the IDs of every catalog item.
+        store: stores the arrays of `derived` beside the log; None: they are computed at every start.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Interactions:
     user: Feature | None = None
     user_ids: Ints | None = None
     described: Mapping[str, tuple[Feature, Ranges]] = field(default_factory=dict)
+    store: Callable[[Any, Callable[[], Arrays]], Arrays] | None = None
 
     @property
     def num_users(self) -> int:
@@ -82,6 +87,18 @@ class Interactions:
             positions: Ints = items - first
             return positions
         return np.searchsorted(self.catalogue, items)
+
+    def derived(self, options: Any, compute: Callable[[], Arrays]) -> Arrays:
+        """Return arrays computed in passes over the log. A log on disk computes them once for all runs.
+
+        Args:
+            options: everything that the arrays depend on, besides the log; JSON types.
+            compute: returns the arrays by name.
+
+        Returns:
+            The arrays, which may be memory-mapped and read-only.
+        """
+        return compute() if self.store is None else self.store(options, compute)
 
     def blocks(self, stops: Ints) -> "Iterator[Block]":
         """Iterate over the log in blocks, because it may be larger than memory.

@@ -22,13 +22,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from meshrec.data.dataset import Dataset, Feature
 from meshrec.data.faults import DataError
 from meshrec.data.history_reader import HistoryReader, Targets
 from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.interactions import BLOCK, HISTORY, SEEN, TIMES, Interactions
+from meshrec.data.interactions import BLOCK, HISTORY, SEEN, TIMES, Arrays, Interactions
 from meshrec.data.new_users import new_user_scores
 from meshrec.data.order_statistics import order_statistics
 from meshrec.data.samples import Ints, gather_ranges
@@ -105,17 +104,16 @@ def next_items(
     check_history(history)
     if evaluated_users is not None and evaluated_users < 1:
         raise ValueError(f"evaluated_users must be >= 1, or None for all users, got {evaluated_users}.")
-    if held_out == "nothing":
-        split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    else:
-        split = _hold_out_last(log) if held_out == "leave_last_out" else _split_by_time(log, validation, test)
+    arrays = log.derived(
+        {"held_out": held_out, "validation": validation, "test": test, "windows": windows},
+        lambda: _passes(log, held_out, validation, test, windows=windows),
+    )
+    split = _Split(*(arrays[name] for name in _Split._fields))
     held_out_parts = {"validation": split.validation, "test": split.test}
     evaluated = {
         name: _draw(part, evaluated_users or len(part), seed) for name, part in held_out_parts.items()
     }
     samples = _TrainingSamples.of(log, split.train_stops, history, windows=windows)
-    if not samples.num_samples:
-        raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
 
     def evaluation_reader(indices: Ints) -> HistoryReader | None:
         """Return a reader for held-out interactions with these indices in the log; None if there are none."""
@@ -161,9 +159,28 @@ def next_items(
         seen=SEEN if exclude_seen else None,
         times=TIMES,
         catalogue=_catalogue(log),
-        item_counts=_item_counts(log, split.train_stops),
-        new_user_scores=torch.from_numpy(new_user_scores(log, split.train_stops)) if windows else None,
+        # Copied, because stored arrays are read-only.
+        item_counts=torch.tensor(arrays["item_counts"]),
+        new_user_scores=torch.tensor(arrays["new_user_scores"]) if windows else None,
     )
+
+
+def _passes(log: Interactions, held_out: HeldOut, validation: float, test: float, *, windows: bool) -> Arrays:
+    """Return the arrays of a dataset that need passes over the whole log; see `next_items` for the arguments.
+
+    Returns:
+        The arrays of `_Split`, and with one value per catalog item, ``item_counts`` and ``new_user_scores``.
+    """
+    if held_out == "nothing":
+        split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    else:
+        split = _hold_out_last(log) if held_out == "leave_last_out" else _split_by_time(log, validation, test)
+    if not _num_pairs(log, split.train_stops).any():
+        raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
+    arrays = {**split._asdict(), "item_counts": _item_counts(log, split.train_stops)}
+    if windows:
+        arrays["new_user_scores"] = new_user_scores(log, split.train_stops)
+    return arrays
 
 
 def latest(
@@ -412,7 +429,7 @@ def _catalogue(log: Interactions) -> KeyedJaggedTensor:
     )
 
 
-def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
+def _item_counts(log: Interactions, train_stops: Ints) -> Ints:
     """Return how often an item is a training target, per catalog item: int64 [items].
 
     Args:
@@ -423,4 +440,4 @@ def _item_counts(log: Interactions, train_stops: Ints) -> Tensor:
     for block in log.blocks(train_stops):
         # A user's first item has no history and is not a target.
         counts += np.bincount(block.catalog_positions[block.num_earlier > 0], minlength=len(counts))
-    return torch.from_numpy(counts)
+    return counts
