@@ -4,6 +4,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from meshrec.ops.index import mix as mix_ids
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -17,20 +20,15 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
     See Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014).
 
     Args:
-        values: uint64 [n].
+        values: uint64 array of any shape.
         seed: selects one of the permutations.
 
     Returns:
-        Hashes, uint64 [n].
+        Hashes, uint64, with the same shape.
     """
-    mask = (1 << 64) - 1
-    # Unsigned arithmetic wraps around, as the algorithm requires.
-    mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
+    # A copy of a read-only array, because torch takes only arrays that may be written.
+    flat = np.require(values, requirements=("C", "W")).reshape(-1).view(np.int64)
+    mixed: UInt64s = mix_ids(torch.from_numpy(flat), seed).numpy().view(np.uint64).reshape(values.shape)
     return mixed
 
 

@@ -237,22 +237,22 @@ class _Lane:
         self._windows = windows
         # Number of the next sample, in the lane.
         self._position = position
-        # The current window from this sample on; None: the next window must be read.
-        self._unread: Samples | None = None
+        # The current window, and the lane's number of its first sample; None: the next window must be read.
+        self._window: Samples | None = None
+        self._window_start = position
 
     def read(self, part: LanePart) -> list[Samples]:
         """Return the samples of a lane part, in one or more pieces. Skips samples before the part."""
         pieces = []
         while self._position < part.last:
-            if self._unread is None:
-                self._unread = next(self._windows)
-            num = len(self._unread.labels)
-            # The part may start before this window, or after it.
-            start = min(max(0, part.first - self._position), num)
-            end = min(part.last - self._position, num)
+            if self._window is None:
+                self._window, self._window_start = next(self._windows), self._position
+            num = len(self._window.labels)
+            start = min(max(0, part.first - self._window_start), num)
+            end = min(part.last - self._window_start, num)
             if start < end:
-                pieces.append(self._unread.part(start, end))
-            # The remaining samples belong to the next part.
-            self._unread = self._unread.part(end, num) if end < num else None
-            self._position += end
+                pieces.append(self._window.part(start, end))
+            self._position = self._window_start + end
+            if end == num:
+                self._window = None
         return pieces
