@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     run = options.folder()
     table = load_table(run, options.feature, step=options.step, last=options.last)
+    # numpy has no bfloat16.
     vectors = table.rows.float().numpy()
     if options.out.suffix == ".npy":
         np.save(options.out, vectors)

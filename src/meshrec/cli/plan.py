@@ -127,6 +127,7 @@ def run(options: PlanOptions) -> None:
         _print_layouts(_find_source(options), options)
         return
     plan = _make_plan(_find_source(options), options)
+    # Before the comparisons, which end the command.
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:

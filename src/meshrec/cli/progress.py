@@ -56,8 +56,10 @@ class RemainingTime:
             share: finished share, from 0 to 1.
         """
         now = time.monotonic()
+        # A new task, or the same task started again.
         if task != self._task or share < self._first_share:
             self._task, self._first_share, self._start, self._last = task, share, now, now
+        # A line every few seconds, and none before the first progress, from which the speed follows.
         if now - self._last < _PROGRESS_SECONDS or not self._first_share < share < 1:
             return None
         self._last = now

@@ -419,6 +419,7 @@ def parse(
         frozen=True,
         kw_only=True,
     )
+    # `--help-all` is an option of ours: tyro lists all options for `--help`.
     words = [HELP[1] if word == HELP_ALL else word for word in words]
     parsed = parse_arguments(
         joined, words, program=f"meshrec {command} {source}", description=inspect.getdoc(kind)

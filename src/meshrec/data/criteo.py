@@ -82,6 +82,7 @@ class CriteoText(EncodedRows, Source):
     def column(self, block: int, name: str) -> Any:
         """Return a block's column as Arrow strings; the empty string for a line that cannot be parsed."""
         text_block = self._blocks[block]
+        # Lines that cannot be parsed keep the empty string.
         texts = np.full(text_block.lines, "", dtype=object)
         names = self._schema.columns()
         if name not in names:

@@ -128,6 +128,7 @@ def _cast_strings(
         if column.type == kind:
             continue
         pattern = _PATTERNS["float" if pa.types.is_floating(kind) else "int"]
+        # An empty string stands for a missing value.
         good = pc.or_(pc.match_substring_regex(column, pattern), pc.equal(column, ""))
         mask = pc.fill_null(good, False).to_numpy(zero_copy_only=False)
         if not mask.all():

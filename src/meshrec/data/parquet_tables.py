@@ -77,6 +77,7 @@ class ParquetTables:
             except (pa.ArrowException, OSError) as error:
                 raise _not_readable(file, error) from error
             sizes[file] = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            # Partition columns stand in a file's path, and not in its schema.
             for name, value in keys[file].items():
                 if name not in schema.names:
                     schema = schema.append(pa.field(name, value.type))

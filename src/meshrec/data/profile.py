@@ -187,6 +187,7 @@ class _Sketch:
         if added.low is not None and added.high is not None:
             self._add_extremes(added.low, added.high)
         self._rises = self._rises and later._rises
+        # Both parts are in row order, so only the two values at their border remain to be compared.
         if later._first is not None:
             self._rises = self._rises and (self._last is None or self._last < later._first)
             self._first = later._first if self._first is None else self._first
@@ -381,6 +382,7 @@ class Profiler:
         columns = {
             name: sketch.finished(whole(sample.table[name])) for name, sketch in self._sketches.items()
         }
+        # Columns can be compared with the label if it is a number or has two classes.
         truth = None
         if label in columns and columns[label].kind in ("integer", "number"):
             truth = floats_of(sample.table[label], None, "s")

@@ -91,6 +91,7 @@ def _on_processes(shares: list[_Share], num_rows: int, tell: Callable[[float], N
     with ProcessPoolExecutor(len(shares), _CONTEXT, initializer=_start, initargs=(shared,)) as pool:
         try:
             futures = [pool.submit(_profile_share, share) for share in shares]
+            # Wakes up to report the progress, and at once if a share fails.
             while wait(futures, _SECONDS_BETWEEN_REPORTS, FIRST_EXCEPTION).not_done:
                 if any(future.done() and future.exception() for future in futures):
                     break

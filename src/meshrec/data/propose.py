@@ -116,6 +116,7 @@ def propose(
     if label_feature.kind == "binary":
         # After drifting columns are dropped, so they are not crossed.
         choices = with_useful_crosses(profile, label_feature, choices, time, order)
+    # If nothing else is left, columns that tell the label by themselves come back, with a warning.
     if not any(choice.features for choice in choices):
         choices = [_with_leak(profile, choice, in_order=time is not None) for choice in choices]
     if not _has_ids(choices):
@@ -402,6 +403,7 @@ def _dense(column: Column, noun: str) -> ColumnChoice:
     low, first, _, middle, _, last, high = column.quantiles
     # A long tail, of which a linear scale would leave most values near 0.
     log = low >= 0 and high > 20 * max(middle, 1e-9)
+    # Far outliers would leave the other values in a small part of the scale.
     far = high - low > 10 * max(last - first, 1e-12)
     missing = float(np.float32(middle)) if column.num_missing else None
     feature = Number(
@@ -447,6 +449,7 @@ def _ids(column: Column) -> ColumnChoice:
         reason += f": keys with rows of their own from the second read on, {_cost(rows)}"
         return ColumnChoice(name, "id", reason, (feature,), rows, warning)
     if column.has_bytes:
+        # Twice as many rows as values, so that few values share a row.
         rows = 2 * distinct + 2
         return ColumnChoice(
             name, "id", f"{reason}, bytes: hashed", (Hashed(name=name, num_embeddings=rows),), rows

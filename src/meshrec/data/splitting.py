@@ -215,6 +215,7 @@ class Split:
         Raises:
             DataError: the column has nulls, or values that are neither numbers nor times.
         """
+        # Without a column, the rows are in time order, so a row number serves as the time.
         if self.column is None:
             return np.arange(starts[block], starts[block] + sizes[block])
         from meshrec.data.features.values import decoded, is_text, microseconds_of, whole

@@ -38,6 +38,7 @@ class ItemFrequency(nn.Module):
                 f"num_items must be at least 1 and rate in (0, 1], got {num_items} items and rate {rate}."
             )
         self._rate = rate
+        # Buffers, so that checkpoints keep the counts.
         self.register_buffer("num_samples", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("last_seen", torch.zeros(num_items, dtype=torch.int64, device=device))
         self.register_buffer("num_seen", torch.zeros(num_items, dtype=torch.int32, device=device))

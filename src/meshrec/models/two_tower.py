@@ -304,6 +304,7 @@ class TwoTowerTrain(nn.Module):
         """Return the loss, and detached values for metrics."""
         query, item = self.model(batch.dense_features, batch.sparse_features)
         ids = batch.sparse_features[self._item_feature].values().long()
+        # Labels serve as weights, so only clicked items are positives.
         loss = in_batch_softmax(
             query,
             item,

@@ -244,6 +244,7 @@ def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: floa
             or not Annealer.supports(state.problem)
         ):
             break
+        # Every attempt works twice as long as the one before, with another seed.
         placements_T, _ = Annealer(state.problem, candidates_Y).improve(
             state.plan,
             max_work=_BALANCE_WORK << seed,

@@ -93,8 +93,10 @@ def _shortage(
             f"{size_text(topology.dense_bytes)} and the reserve {topology.reserve:.0%}: nothing is left for "
             "tables.",
         ]
+    # Without a memory limit there always is a plan, whose sizes the message can name.
     unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
     problem = build_problem(CostModel(tables, unlimited, batch_size=batch_size), constraints)
+    # With the limit, an infinite lower bound proves that no plan fits.
     problem = problem._replace(memory_cap=cap)
     is_proven = LowerBound(problem, problem.can_fit_C()).value == np.inf
     state = most_even_plan(problem)

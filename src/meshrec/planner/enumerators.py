@@ -38,10 +38,12 @@ def column_widths(columns: int, parts: int) -> tuple[int, ...]:
     there are too few columns to give every part a multiple of 4, widths are not aligned.
     """
     units = -(-columns // COLUMN_ALIGNMENT)
+    # Fewer groups of 4 columns than parts: then the widths are not multiples of 4.
     if parts > units:
         return tuple(columns // parts + (part < columns % parts) for part in range(parts))
     base, extra = divmod(units, parts)
     widths = [COLUMN_ALIGNMENT * (base + (part < extra)) for part in range(parts)]
+    # The last part is narrower if the number of columns is not a multiple of 4.
     widths[-1] -= sum(widths) - columns
     return tuple(widths)
 

@@ -547,7 +547,9 @@ class CostModel:
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
         peers, link = self.replicas - 1, self._routes.all_ranks
         sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
+        # A ring all-reduce sends every value twice, except the part that a rank holds itself.
         dense = 2 * peers / self.replicas * rows * columns * VALUE_BYTES / link.all_reduce
+        # The cheaper way is counted: gradients of the rows that were read, or of the whole table.
         result: Floats = np.minimum(sparse, dense)
         return result
 

@@ -204,6 +204,7 @@ def _in_memory(config: Any, table: Table) -> float:
     whole = table.num_bytes / table.num_embeddings
     cached: int = storage.num_cached(int(whole - table.index_bytes))
     share = min(1.0, cached / table.num_embeddings)
+    # Rows on disk still have their index entry in memory.
     return share + (1 - share) * table.index_bytes / whole
 
 

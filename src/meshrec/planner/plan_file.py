@@ -150,6 +150,7 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
     data = json.loads(plan.to_json())
     inputs = plan.required_inputs()
     estimate = plan.estimate()
+    # By this entry, `meshrec plan` distinguishes a saved plan from a task file.
     data["planner"] = {
         "seconds": plan.seconds,
         "lower_bound": plan.lower_bound,

@@ -395,6 +395,8 @@ class _HalvingSearch:
         for set_search in sorted(self._set_searches, key=lambda set_search: set_search.value):
             mine: list[_Attempt] = []
             for factor, all_settings in kinds:
+                # Once a plan fits, the first attempts end with their share of the work; until then they go
+                # on.
                 is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
                 if set_search.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
                     break

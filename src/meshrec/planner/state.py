@@ -114,6 +114,7 @@ class State:
         self.common_bytes += float(self.problem.common_bytes_C[placement.candidate])
         self.load_RK[placement.rank_N] += self.loads(placement)
         self.bytes_R[placement.rank_N] += self.sizes(placement)
+        # Only the powers of the ranks that changed are computed again.
         self._power_RK[placement.rank_N] = self._power(self.load_RK[placement.rank_N])
 
     def loads(self, placement: TablePlacement) -> Floats:

@@ -257,6 +257,7 @@ def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> 
     catalog = ItemValues.of(log, features_of(run))
     query = TowerQuery(parts.model, catalog.ids)
     names = [name for name in parts.features if name in (*query.tower.features, SEEN)]
+    # The stored item vectors are normalized already. Scores are divided by the temperature, as in training.
     items = RankedItems(
         catalog.ids,
         catalog.values,

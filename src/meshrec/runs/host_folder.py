@@ -232,6 +232,7 @@ def _wait_for_lock(folder: RunFolder, seconds: float) -> RunLock:
     Raises:
         ValueError: the folder is still locked after the timeout.
     """
+    # A file lock cannot be awaited with a time limit, so it is tried again and again.
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -115,6 +115,7 @@ def rank_lock(folder: RunFolder, rank: int) -> Iterator[None]:
         raise ValueError(
             _in_use_message(folder, f"rank {rank} of another start, process", _read_holder(path))
         )
+    # The process ID is for error messages only: the lock itself tells whether a rank is running.
     _write_holder(descriptor, os.getpid())
     try:
         yield

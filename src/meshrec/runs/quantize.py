@@ -68,6 +68,7 @@ def quantize_run(
             ``quantize``.
     """
     folder = Path(folder)
+    # Checked before the model is loaded, which may take long.
     if folder.exists():
         raise ValueError(f"{folder} exists. Name another folder, or remove it.")
     trained = load_trained_model(run, step=step, last=last)

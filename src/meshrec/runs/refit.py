@@ -264,6 +264,7 @@ def can_refit(run: RunFolder, recipe: Recipe) -> bool:
     samples = (run.read_json(CONFIG) or {}).get("data", {}).get("samples", {})
     if not samples.get("validation") and not samples.get("test"):
         return False
+    # Some kinds of data sources cannot train on the rows they hold out.
     try:
         recipe.data.all_rows()
     except ValueError:

@@ -169,6 +169,7 @@ def _thin_curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Of each kind, at most ``_MAX_POINTS + 1`` lines are returned, because a screen cannot show more points.
     Entries that the page does not show are removed from the lines.
     """
+    # Thinned kind by kind, so that the many training lines do not displace the few others.
     train = [line for line in lines if line["kind"] == "train"]
     evaluated = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [

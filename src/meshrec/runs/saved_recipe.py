@@ -124,6 +124,7 @@ def changed_options(before: Recipe, after: Recipe) -> list[Change]:
         if old.get(name) != new.get(name)
     ]
     for name, was, is_now in changed:
+        # The data may have moved since, so its paths may change. `check_data` compares what it contains.
         is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED_OPTIONS)
         if is_fixed and not _is_data_path(after, name):
             raise ValueError(

@@ -294,6 +294,7 @@ class _RankRun:
             self._notify(Progressed("the fit on all rows", share))
 
         result = refit(self._job, trainer, self._folder, self._ranks, stop=stop, tell=tell)
+        # A resumed run continues the refit where it was stopped.
         if result.is_stopped:
             summary["state"] = "stopped"
         else:
@@ -330,6 +331,7 @@ class _RankRun:
             """Report the finished share of fitting, from 0 to 1, to all observers."""
             self._notify(Progressed("fitting features", share))
 
+        # An error on one rank is raised on all ranks. Otherwise they would wait for it in the comparison.
         with together(self._ranks.axis, "loading the data"):
             dataset = load_data(self._job.recipe.data, self._folder, self._ranks, tell)
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")

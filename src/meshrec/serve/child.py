@@ -88,6 +88,7 @@ class Child:
             send(self._socket, *question)
             return receive(self._socket)
         except (OSError, EOFError) as error:
+            # Stopped, so that the next question starts a new child.
             self.stop()
             raise EOFError("the child process ended") from error
 

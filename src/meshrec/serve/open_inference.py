@@ -337,6 +337,7 @@ def _next_binary(
         given: the input's JSON object.
         name: input name, for errors.
     """
+    # A tensor of 0 bytes needs no binary part in the body.
     if (binary is None and size != 0) or given.get("data") is not None:
         raise RequestError(
             f"input {name!r} has a binary_data_size; it needs the header {HEADER_LENGTH} and no data."

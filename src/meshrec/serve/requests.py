@@ -135,6 +135,7 @@ class RequestSplitter:
             else:
                 values.append(values_N[ends[start] : ends[min(stop, num)]])
                 lengths.append(lengths_B[rows])
+        # Shared dense values are a single row, which every part of the request needs.
         is_shared = whole.group is not None and len(whole.dense) != num
         group = None if whole.group is None else whole.group[rows]
         return Request(whole.dense if is_shared else whole.dense[rows], values, lengths, group)
@@ -258,6 +259,7 @@ def _check_dense(dense: Floats, num_rows: int, num_dense: int) -> None:
 
 def concat_requests(requests: Sequence[Request]) -> Request:
     """Concatenate the samples of several requests."""
+    # Most often, and then nothing is copied.
     if len(requests) == 1:
         return requests[0]
     features = range(len(requests[0].values))
@@ -397,6 +399,7 @@ def _types_in(data: Any, label: str) -> set[type]:
     """
     seen: set[type] = set()
     level = [data]
+    # Level by level instead of recursively: the client determines how deep the lists are nested.
     for _ in range(_MAX_DEPTH):
         types = set(map(type, level))
         seen |= types

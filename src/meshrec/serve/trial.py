@@ -249,6 +249,7 @@ def _read_to_the_end(descriptor: int, deadline: float) -> bytes | None:
     """Return all bytes from a pipe until it is closed; None if the deadline passes before."""
     content = b""
     while True:
+        # `os.read` alone would wait without a time limit.
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return None

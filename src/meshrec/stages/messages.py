@@ -160,6 +160,7 @@ class RankExchange(Exchange):
         for leaf in header.leaves:
             if isinstance(leaf, _TensorForm):
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+                # A tensor without elements is not sent.
                 if tensor.numel():
                     self._receive(tensor, peer, message)
                 flat.append(tensor.requires_grad_(leaf.wants_gradient))

@@ -194,6 +194,7 @@ def measure_stages(
         # All stages start together, because they will share memory bandwidth in training.
         together.wait()
         program, depth = staging.stages[index].split_program, min(num_splits, _IN_FLIGHT)
+        # The first round warms up, and is not counted.
         costs = [_measure_part(program, arguments[index], depth) for _ in range(_REPEATS + 1)][1:]
         return UnitCost(*(statistics.median(seconds) for seconds in zip(*costs, strict=True)))
 

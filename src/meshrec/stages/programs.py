@@ -142,6 +142,7 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
                 f"{names.lstrip(', ')}."
             )
         firsts.append(indices[0])
+    # The first stage starts at unit 0, without a cut.
     order = [0, *firsts]
     for (before, after), cut in zip(itertools.pairwise(order), cuts, strict=True):
         if after <= before:

@@ -342,6 +342,7 @@ def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
         if isinstance(leaf, Tensor):
             flat[index] = leaf.detach().requires_grad_(needs_gradient)
         leaves.append(flat[index] if needs_gradient else None)
+    # Without gradients, the value itself is passed on.
     return (pytree.tree_unflatten(flat, spec) if any(leaf is not None for leaf in leaves) else value), leaves
 
 

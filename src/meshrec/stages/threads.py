@@ -344,6 +344,7 @@ class ThreadedBatch:
                     f"stage {stage.index} ({stage.name}), {run.where}: {type(error).__name__}: {error}"
                 ) from error
 
+        # A default argument, because a closure would see only the last run of the loop.
         jobs = {run.stage.index: lambda r=run: run_job(r) for run in runs}
         self._workers.run(jobs, self._exchange.stop, here=here)
 

@@ -162,6 +162,7 @@ def refit_boosted(train: TreeSamples, counts: tuple[int, int], *, seed: int) -> 
         seed: see `fit_boosted`.
     """
     residual, _ = _fit_trees(train, None, counts[0], seed)
+    # No independent trees: the earlier fit dropped them, and then the model's logit is not halved either.
     if not counts[1]:
         return BoostedModel(1.0, 0.0, residual, (len(residual), 0))
     bias = _bias(train)

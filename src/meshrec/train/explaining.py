@@ -57,6 +57,7 @@ class Explanation(NamedTuple):
         Args:
             names: names of table rows, by feature and row. A row without a name is called "row NUMBER".
         """
+        # JSON has no integer keys, and a row number means nothing to a reader, so rows are named by value.
         slices = {
             feature: {
                 "others" if row < 0 else (names or {}).get(feature, {}).get(row, f"row {row}"): metrics

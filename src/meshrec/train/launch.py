@@ -211,6 +211,7 @@ def first_error(
         )
     if not errors:
         return f"a rank ended without an error. Its log is one of {folder.path / 'log_rank*.txt'}"
+    # The earliest error file: the first failure causes the others.
     _, rank, error = min(causes or errors)
     name, _, message = error.partition(": ")
     if name.rpartition(".")[2] in MESSAGES:

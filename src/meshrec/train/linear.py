@@ -86,6 +86,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
 
 def concat_batches(parts: Iterator[Batch]) -> Batch:
     """Concatenate batches to a single batch. Row numbers and ID weights are left out."""
+    # A KeyedJaggedTensor stores its values key by key, so the batches are joined for each key.
     batches = list(parts)
     keys = batches[0].sparse.keys()
     values, lengths = [], []

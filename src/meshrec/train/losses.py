@@ -423,6 +423,7 @@ class Tasks(Loss):
         losses = [
             task.weight * part for task, part in zip(self.tasks, parts, strict=True) if part is not None
         ]
+        # If one task has no loss per sample, their sum has none either.
         return torch.stack(losses).sum(0) if len(losses) == len(parts) else None
 
     def _metrics(

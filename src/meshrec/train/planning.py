@@ -107,6 +107,7 @@ def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedSha
     Raises:
         ValueError: the plan was made for other wire formats.
     """
+    # With AUTO, the formats in the plan were chosen when it was made, so any formats are accepted.
     if recipe.placement.wire == AUTO:
         return plan
     wires = TableWires.parse(recipe.placement.wire)

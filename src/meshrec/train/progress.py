@@ -46,6 +46,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain values."""
+        # Lists instead of tuples, because a checkpoint stores plain values.
         return {
             "step": self.step,
             "num_samples": self.num_samples,

@@ -76,6 +76,7 @@ def ranking_baselines(
         )
     evaluator = _BaselineEvaluator(dataset, loss or NextItem(), tell)
     yield Baseline("item popularity", evaluator.quality(lambda batch: np.zeros((len(batch), 1))), {})
+    # Validation data selects among the variants, as it selects a model's best weights.
     yield max((evaluator.by_neighbours(num) for num in _NEIGHBOURS), key=evaluator.of_validation)
     yield Baseline("last-item Markov chain", evaluator.quality(evaluator.transitions()), {})
     if dataset.seen is None:

@@ -64,6 +64,7 @@ def trainer(
     Raises:
         ModuleNotFoundError: Ray is not installed.
     """
+    # Absolute, because Ray runs the workers in other working directories.
     torch_train = needs("ray.train.torch", "ray")
     device = "cuda" if scaling.use_gpu else "cpu"
     job = Job(recipe=recipe, runs=Path(out).absolute(), device=device, **options)
@@ -83,6 +84,7 @@ def checkpoint_path(checkpoint: "Checkpoint") -> Path:
     Raises:
         ValueError: the Ray checkpoint was not reported by a MeshRec run.
     """
+    # Only the pointer passes through Ray's storage. `as_directory` downloads it where that storage is remote.
     with checkpoint.as_directory() as folder:
         pointer = Path(folder) / _POINTER
         if not pointer.is_file():
@@ -134,6 +136,7 @@ def data_source(
 
 def _write_part(part: "Dataset", folder: Path) -> Path:
     """Write a dataset to Parquet files in a folder, unless the folder exists. Return the folder."""
+    # `durable_folder` puts a folder in place only when it is complete, so an existing folder can be reused.
     if not folder.is_dir():
         with durable_folder(folder) as parts:
             part.write_parquet(str(parts))

@@ -141,6 +141,7 @@ def resolve(name: str) -> Recipe:
     Raises:
         ValueError: the recipe does not exist, or the function does not return a recipe.
     """
+    # Built-in names come first, so a file in the working directory cannot replace a built-in recipe.
     if name in RECIPES:
         return RECIPES[name]()
     if name.endswith(SUFFIXES):
@@ -205,6 +206,7 @@ def call_recipe(function: Any, name: str) -> Recipe:
     """
     if not callable(function):
         raise ValueError(f"recipe {name!r}: {function!r} is not a function. Name one that the file has.")
+    # Checked before the call: a TypeError from inside the function would look the same.
     try:
         inspect.signature(function).bind()
     except TypeError as error:

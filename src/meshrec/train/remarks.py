@@ -109,6 +109,7 @@ def _chance_remark(
     if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:
         return None
     positive, negative = samples["positive"], samples["negative"]
+    # Standard deviation of the AUC of random scores, from the Mann-Whitney U test.
     deviation = math.sqrt((positive + negative + 1) / (12 * positive * negative))
     if metrics["auc"] > 0.5 + _CHANCE_DEVIATIONS * deviation:
         return None

@@ -346,6 +346,7 @@ def _check_unused(path: Path) -> None:
     Raises:
         ValueError: the folder has files, other than those of a start that ended before the first step.
     """
+    # Without a mark, names like those of a run's files prove nothing: they may be the user's own files.
     started = run_marks(path)
     ours = {run_mark.path.name for run_mark in started}
     user_files = sorted(

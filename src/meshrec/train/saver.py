@@ -160,6 +160,8 @@ class CheckpointSaver:
             CheckpointError: the weights cannot be saved, and the run has no checkpoints to fall back to.
         """
         self.publish()
+        # A run with checkpoints goes on, and its summary tells the failure. Without checkpoints, nothing else
+        # would keep the best weights.
         try:
             self._best.copy_weights(self._progress)
             self._best_step = self._progress.step

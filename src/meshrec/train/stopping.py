@@ -248,6 +248,7 @@ class EarlyStopping:
             step: training step at the evaluation.
         """
         self.last_step = step
+        # Without a metric, the evaluation counts neither as better nor as worse.
         if auc is None:
             return False
         if auc > self.best_auc:

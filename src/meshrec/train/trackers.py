@@ -229,6 +229,7 @@ class _SafeObserver:
             return
         try:
             self._observer(event)
+        # A failing observer must not end the training. It gets no further events, so it warns only once.
         except Exception as error:
             _logger.warning(
                 "the observer %s failed and gets no more events: %s: %s",

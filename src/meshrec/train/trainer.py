@@ -327,6 +327,7 @@ class Trainer:
 
         Collective. Without validation data, only report training metrics.
         """
+        # First, so that the metrics of the steps before the evaluation come before it in the log.
         self._log_remaining()
         if self.dataset.validation is None:
             return
@@ -336,6 +337,7 @@ class Trainer:
         self._notify(
             Evaluated({"kind": "validation", **self._lines.step_fields(), **self.validation}, is_best)
         )
+        # The time of the evaluation must not count as training time.
         self._lines.start_clock()
 
     def _finish(self) -> None:

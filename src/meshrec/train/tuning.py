@@ -92,6 +92,7 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
         ValueError: a word has another form, or the recipe has no such option.
     """
     if not words:
+        # Logarithmic, because learning rates matter by their ratio.
         rates = {"tables.lr": float(recipe.tables.lr), "dense.lr": recipe.dense.lr}
         return {name: Range(rate / 10, rate * 10, True) for name, rate in rates.items()}
     space: dict[str, Range | Choices] = {}
@@ -101,6 +102,7 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
             raise ValueError(
                 f"--space {word}: write it as tables.lr=1e-4..1e-1:log, or as model.embedding_dim=8,16,32."
             )
+        # Raises if there is no such option, before the first trial starts.
         get_option(recipe, name)
         space[name] = _parse_values(values, word)
     return space
@@ -302,6 +304,7 @@ def _named_errors(storage: Path) -> Iterator[None]:
     """
     try:
         yield
+    # Optuna and SQLAlchemy wrap the error of SQLite, so the chain of causes is searched.
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, sqlite3.Error):
@@ -393,6 +396,7 @@ def train_seeds(
     """
     if num < 2:
         raise ValueError(f"--seeds is {num}; a deviation needs at least 2.")
+    # One dataset for all seeds: the spread is that of training, not of the split or the samples.
     dataset = recipe.data.load()
     values_by_metric: dict[str, list[float]] = {}
     for seed in range(num):

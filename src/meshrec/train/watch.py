@@ -90,5 +90,6 @@ def _float_tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for item in output:
             yield from _float_tensors(item)
+    # KeyedTensor and JaggedTensor, which are no containers, but have a method `values`.
     elif callable(getattr(output, "values", None)):
         yield from _float_tensors(output.values())

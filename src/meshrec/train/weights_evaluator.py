@@ -215,6 +215,7 @@ class WeightsEvaluator:
             ValueError: all sample weights are 0.
             LossError: a metric is NaN, or the loss is infinite.
         """
+        # The metrics are those of all ranks, so all ranks take the same branches below and meet in the sums.
         logits, _, weights = outputs
         if not metrics and weights is not None:
             num, num_weighted = self._ranks.sum([float(len(weights)), float((weights > 0).sum())])

@@ -170,6 +170,7 @@ class WideDeepConfig(ModelConfig):
         """
         if not self.shrinkage:
             return []
+        # The minimum avoids a division by 0 for a feature that has no IDs in any sample.
         lengths = {feature.name: max(feature.average_length, 1e-6) for feature in dataset.features}
         num_samples = dataset.train.num_samples
         return [
@@ -333,6 +334,7 @@ def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Te
         for name in table.feature_names:
             jagged = samples.sparse[name]
             if of_rows is None:
+                # Zeros instead of no column: trees refer to their inputs by position.
                 inputs.append(torch.zeros(len(samples), 1))
                 continue
             firsts, mode = jagged.offsets()[:-1], table.pooling.value.lower()

@@ -131,6 +131,7 @@ class MCHEvictionPolicy:
         """
         coalesced = {}
         for name, history in history_metadata.items():
+            # The additional IDs were seen in this iteration, and have no history yet.
             if additional_ids is not None:
                 history = torch.cat([history, torch.full_like(additional_ids, current_iter)])
             latest = torch.zeros_like(unique_ids_counts).scatter_reduce_(

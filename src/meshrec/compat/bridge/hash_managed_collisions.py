@@ -286,6 +286,7 @@ def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
         for child in module.modules()
         if buffer in child._buffers and buffer not in child._non_persistent_buffers_set
     ]
+    # As `register_buffer(persistent=False)` does for new buffers.
     for child in holders:
         child._non_persistent_buffers_set.add(buffer)
     return len(holders)

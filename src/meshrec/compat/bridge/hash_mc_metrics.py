@@ -195,6 +195,7 @@ class ScalarLogger(nn.Module):
             }
             rates = {name: round(count / self._total_cnt, 3) for name, count in counts.items()}
             rates["avg_eviction_age"] = round(self._sum_eviction_age / max(1, self._eviction_cnt), 3)
+            # -1 marks a row without an ID.
             unused = int((identities[:, 0] == -1).sum())
             rates["table_usage_ratio"] = round((self._zch_size - unused) / self._zch_size, 3)
             message = f"table {self._name!r}, {run_type}, {self._total_cnt} IDs: {rates}"

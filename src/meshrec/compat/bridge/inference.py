@@ -182,5 +182,6 @@ def quantize_dense(
     unchanged: tuple[type[nn.Module], ...] = (TableCollection, *additional_embedding_module_type)
     for child in predict_module.predict_module.children():
         if not isinstance(child, unchanged):
+            # The hook converts inputs to fp16 too: a module changes only its own parameters.
             child.half().register_forward_pre_hook(quantize_feature)
     return predict_module

@@ -166,6 +166,8 @@ class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
                 "KeyedOptimizerWrapper got no parameters, and steps nothing. Tables with an optimizer in "
                 "backward are updated in backward, data-parallel ones too."
             )
+            # torch optimizers raise an error for an empty parameter list, so one is created around a
+            # placeholder.
             super().__init__(params, lambda _: _without_parameters(optim_factory, pass_params_dict))
         else:
             super().__init__(params, (lambda _: optim_factory(params)) if pass_params_dict else optim_factory)

@@ -332,6 +332,8 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
                 f"rows [{start}, {end}) cannot be cut out of the segments {saved[saved >= 0].tolist()} that "
                 "were saved. Load them into a module of the same zch_size."
             )
+        # The checkpoint may come from another number of shards, so the segments of this module replace its
+        # own.
         self._output_segments_tensor.copy_(self._segments)
         self._sort()
 

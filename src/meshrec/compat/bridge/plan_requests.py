@@ -362,6 +362,7 @@ class DefaultPlannerExecutor(PlannerExecutor):
         started = time.perf_counter()
         plan: ShardingPlan | None = None
         reason: str | None = None
+        # A failed search is a result: `success` is False, and the reason is in the result.
         try:
             if pg is None:
                 plan = planner.plan(model, request.sharders)
@@ -400,6 +401,7 @@ def _estimates(plan: ShardingPlan | None) -> dict[str, Any]:
     if planned is None:
         return {}
     estimate = planned.estimate()
+    # Ranks work at the same time, so the slowest rank determines the time of a step.
     rank_ms = estimate.load_RF.sum(1) * 1e3
     return {
         "num_bytes": int(max(estimate.bytes_R)),

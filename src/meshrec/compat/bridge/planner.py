@@ -119,6 +119,7 @@ class EmbeddingShardingPlanner:
         timeout_seconds: int | None = None,
         plan_loader: object | None = None,
     ) -> None:
+        # Exchangeable parts of TorchRec's planner, which MeshRec's search does not have.
         parts = {
             "enumerator": enumerator,
             "proposer": proposer,

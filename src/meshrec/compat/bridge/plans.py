@@ -170,6 +170,7 @@ def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_si
         world_size: number of ranks.
         local_size: ranks per node.
     """
+    # TorchRec lists all ranks for a data-parallel table, and no shards.
     if placed.sharding_type is core.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))
         return ParameterSharding(placed.sharding_type.value, kernel, ranks)
@@ -204,6 +205,7 @@ def _table_to_core(name: str, placed: ParameterSharding) -> core.ParameterShardi
         ValueError: MeshRec's plans cannot express it.
     """
     for argument in _NOT_HERE:
+        # A mode that raises for invalid IDs is accepted, because MeshRec's lookups raise as well.
         value = getattr(placed, argument)
         if value is not None and not (argument == "bounds_check_mode" and is_error(value)):
             raise ValueError(f"table {name!r}: MeshRec has no {argument}. Leave it out of the plan.")

@@ -73,6 +73,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         """Step the local optimizer, and the global one when due. Return the local optimizer's result."""
         self._local_step_counter += 1
         loss: Any = self._optimizer.step(closure)
+        # The counter is saved, so resumed training steps globally at the same steps.
         if self._local_step_counter % self._num_local_steps == 0:
             self._global_step_counter += 1
             self._global_optimizer.zero_grad()

@@ -40,6 +40,7 @@ class ShardingEnv(mesh.ShardingEnv):
             )
         if world_size == 1:
             return cls()
+        # With too few GPUs, all shards are on the CPU: this builds an inference model on a host without GPUs.
         there = torch.cuda.device_count() >= world_size
         devices = local_devices(world_size, "cuda" if there else "cpu")
         return cls(shard=mesh.Axis(size=world_size), devices=tuple(devices))

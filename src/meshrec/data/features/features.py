@@ -254,6 +254,7 @@ class Features(Encoding):
         """
         joined = {column for join in self.joins for column in join.columns}
         numeric_features = (Number, Buckets, Integer, DatePart)
+        # Later entries replace earlier ones, so the kind found in a fit comes last.
         kinds: dict[str, str] = {
             feature.source: "numeric" for feature in self.features if isinstance(feature, numeric_features)
         }
@@ -326,6 +327,7 @@ class Features(Encoding):
         weights = None
         if self.weight is not None:
             values = floats_of(whole(table[self.weight]), None, "s")
+            # Weights become float32, in which larger values would be infinite.
             good = (values >= 0) & (values <= np.finfo(np.float32).max)
             if not good.all():
                 bad = values[(checks.valid & ~good).argmax()]
@@ -405,6 +407,7 @@ class Features(Encoding):
             feature.source for feature in self.features if isinstance(feature, Number | Buckets)
         }
         sampled_columns |= {feature.source for feature in self.ids if values_are_lists(table, feature)}
+        # Without sampled columns, a placeholder column carries the number of rows.
         sampled = (
             table.select(sorted(sampled_columns))
             if sampled_columns

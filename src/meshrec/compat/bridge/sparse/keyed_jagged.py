@@ -268,6 +268,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
             jt_weights = jt.weights_or_none()
             if jt_weights is not None:
                 weights.append(jt_weights)
+        # Weights are stored in one tensor for all keys, which needs a weight for every value.
         assert len(weights) in (0, len(values)), "give weights to all keys or none"
         variable: Tensor | None = None
         if force_variable_stride or max(strides) > min(strides):
@@ -401,6 +402,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
         """Reorder the keys. Keys may be omitted or repeated."""
+        # `length_per_key` reads from the device once. The result carries the counts on, without another read.
         counts, strides = self.length_per_key(), self._stride_per_key_per_rank
         values, weights, lengths = permuted_segments(
             indices, self._values, self._weights, self.lengths(), counts, self.lengths_offset_per_key()
@@ -487,6 +489,7 @@ def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         variable = kjt._stride_per_key_per_rank
         if variable is not None:
             strides.append(variable)
+        # The counts of the result are known without a read from the device only if all inputs have theirs.
         if kjt_counts is None:
             are_counted = False
         else:

@@ -129,6 +129,7 @@ def _are_rows(kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig]) ->
     num_rows: Mapping[str, int] = {
         name: config.num_embeddings for config in configs for name in config.feature_names
     }
+    # IDs of features without a table in `configs` are not checked.
     keys = [key for key in kjt.keys() if key in num_rows]  # noqa: SIM118  not a dict
     if not keys or kjt.lengths().numel() == 0:
         return True
