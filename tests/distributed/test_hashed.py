@@ -65,7 +65,7 @@ def unsharded(keys, sequence=False):
     with torch.no_grad():
         weights[f"{prefix}.u.weight"].copy_(torch.arange(120.0).view(30, 4) / 100)
         if keys is None:
-            weights[f"{prefix}.t.weight"].copy_(storage_of(twin).initial_values(IDS))
+            weights[f"{prefix}.t.weight"].copy_(storage_of(twin).initial.values(IDS))
     return made
 
 

@@ -57,8 +57,8 @@ def test_rows_are_those_of_a_quantised_table(trained, data_type, rounding):
             ids = made.drawn_ids(1, seen).unique()
             known, rows, _ = source.items()
             storage = source.storage
-            numbers = storage.initial_values(ids).to(storage.dtype)
-            first = numbers = storage.initial_values(ids)
+            numbers = storage.initial.values(ids).to(storage.dtype)
+            first = numbers = storage.initial.values(ids)
             expected = encode_rows(first, data_type, "minmax", "t")
             place = {int(each): at for at, each in enumerate(known)}
             coded = encode_rows(rows, data_type, rounding, "t")
@@ -151,7 +151,7 @@ def test_a_row_that_cannot_be_quantised_is_named():
     bags = meshrec.EmbeddingBagCollection([config])
     ids = torch.tensor([5, -7])
     storage = storage_of(config)
-    rows = storage.initial_values(ids)
+    rows = storage.initial.values(ids)
     rows[1, 2] = float("nan")
     name = "embedding_bags.h"
     bags.load_state_dict({f"{name}.weight": rows, f"{name}.ids": ids})
@@ -192,7 +192,7 @@ def test_rows_of_a_sharded_table_in_a_file_are_quantised_to_memory(tmp_path):
     with torch.no_grad():
         expected, rows = (each.module["e"](features).values() for each in (sharded, made))
     assert torch.allclose(rows, expected, atol=0.01)
-    assert made.module["e"].embedding_bags["t"].tables[0].file is None
+    assert made.module["e"].embedding_bags["t"].tables[0].store.file is None
 
 
 def spread(model, kind):

@@ -261,7 +261,7 @@ def _hashed_rows(
                 # Servers may have a row for an ID without one here, and must drop it.
                 torch.cat([evicted_keys, extra_keys[~alive]]),
             )
-        weights = rows.gather_parts(rows.key_index.find(keys), r.columns, ["weight"])["weight"]
+        weights = rows.store.gather(rows.key_index.find(keys), r.columns, ["weight"])["weight"]
         pieces.append((rows.ids_of(keys), r.c0, r.c1, weights))
         evicted.append(rows.ids_of(evicted_keys))
     return _LocalRows(pieces, torch.cat(evicted))

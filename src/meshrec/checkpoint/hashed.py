@@ -26,7 +26,8 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.hashed.io import WAITING, counts_in_rectangle, rows_in_rectangle, state_dict_names
-from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable, is_growable
+from meshrec.tables.hashed.key_ordered import IDS
+from meshrec.tables.hashed.table import HashedRows, HashedTable, is_growable
 from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle, RowBlock
 

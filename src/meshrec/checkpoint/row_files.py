@@ -28,7 +28,7 @@ from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import unique
 from meshrec.tables.hashed.io import rows_in_rectangle
-from meshrec.tables.hashed.table import IDS
+from meshrec.tables.hashed.key_ordered import IDS
 
 # Rows per record batch, which bounds memory use.
 _BLOCK_ROWS = 1 << 16

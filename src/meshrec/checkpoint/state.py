@@ -44,7 +44,7 @@ from meshrec.checkpoint.safetensors import METADATA
 from meshrec.checkpoint.unfinished import check_finished
 from meshrec.checkpoint.values import decode, encode
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.tables.hashed.table import IDS
+from meshrec.tables.hashed.key_ordered import IDS
 
 _log = logging.getLogger(__name__)
 

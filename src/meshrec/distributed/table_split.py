@@ -16,7 +16,7 @@ from meshrec.optim.optimizers import StateSlot
 from meshrec.tables.hashed.admission import waiting_counts
 from meshrec.tables.hashed.admission_eviction import AdmissionEviction
 from meshrec.tables.hashed.io import WAITING
-from meshrec.tables.hashed.table import IDS
+from meshrec.tables.hashed.key_ordered import IDS
 from meshrec.tables.module import TableModule
 from meshrec.tables.table import Rectangle, Span
 
@@ -113,7 +113,7 @@ class GrowableSplit:
     """Creates the `SplitTensor` objects in the state dict of a hashed table, with its current rows in key
     order.
 
-    A key is a hash of an ID. See [Note: hashed tables in key order] in ``tables/hashed/table.py``.
+    A key is a hash of an ID. See [Note: hashed tables in key order] in ``tables/hashed/key_ordered.py``.
     ``full_parts`` is collective if the table counts IDs waiting for admission. Loading is always collective.
 
     Args:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import tbe
-from meshrec.tables.hashed.table import ALIVE, HashedTable, has_growable_rows
+from meshrec.tables.hashed.row_store import ALIVE
+from meshrec.tables.hashed.table import HashedTable, has_growable_rows
 from meshrec.tables.table import Table
 from meshrec.tables.updates import TableGradient
 

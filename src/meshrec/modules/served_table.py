@@ -47,7 +47,7 @@ class ServedRows:
 
     def blocks(self) -> Iterator[Tensor]:
         """Yield blocks of rows, [block, C]."""
-        for slots in self._slots.split(self._table.block_rows):
+        for slots in self._slots.split(self._table.store.block_rows):
             yield self._table.rows.detach()[slots]
 
     def index(self) -> dict[str, Tensor]:
@@ -112,4 +112,4 @@ def unknown_row_init(storage: HashedRows) -> UniformInit:
             f"table {storage.name!r} has an init_fn, which a package cannot contain: an unknown ID would "
             "have no first row. Give weight_init_min and weight_init_max in place of init_fn."
         )
-    return UniformInit(storage.row_seed, *storage.bounds)
+    return UniformInit(storage.initial.seed, *storage.bounds)

@@ -248,7 +248,7 @@ class TableLookup:
         """
         if torch.is_grad_enabled() or self._indexes:
             return False
-        return all(table.file is None for table in tables.values())
+        return all(table.store.file is None for table in tables.values())
 
     def _resolve_hashed(self, lookups: tbe.Lookups, tables: Mapping[int, HashedTable]) -> tbe.Lookups:
         """Replace IDs for hashed tables by slots, which are positions of rows in memory.

@@ -21,7 +21,8 @@ from meshrec.optim.table_names import full_names
 from meshrec.quant.collections import converted_blocks, empty_like, rows_by_table
 from meshrec.quant.precision import Rounding, check_rounding, encode_rows
 from meshrec.quant.quantize import checked_types, copy_except, finish_copy
-from meshrec.tables.hashed.table import IDS, HashedRows, is_growable
+from meshrec.tables.hashed.key_ordered import IDS
+from meshrec.tables.hashed.table import HashedRows, is_growable
 
 
 def quantize_checkpoint(

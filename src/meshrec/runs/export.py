@@ -337,11 +337,11 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
 
     An ID without a row in the table gets the initial values of a new row for this ID.
     """
-    rows = table.storage.initial_values(ids_N)
+    rows = table.storage.initial.values(ids_N)
     slots = table.key_index.find(mix(ids_N, table.storage.keys.seed))
     is_alive = slots >= 0
     # A slot of -1 means that the table has no row for the ID.
-    rows[is_alive] = table.gather_parts(slots[is_alive], (0, rows.shape[1]))["weight"].float()
+    rows[is_alive] = table.store.gather(slots[is_alive], (0, rows.shape[1]))["weight"].float()
     return rows
 
 

@@ -6,6 +6,7 @@ A rectangle has rows [r0, r1) and columns [c0, c1) from a table; a shard consist
 from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.dense.table import FixedTable
 from meshrec.tables.fused import TrainedTable, WholeTables
+from meshrec.tables.hashed.accounting import TableCounts
 from meshrec.tables.hashed.admission_eviction import set_event_time
 from meshrec.tables.hashed.keys import (
     LFU,
@@ -20,7 +21,7 @@ from meshrec.tables.hashed.keys import (
     Score,
 )
 from meshrec.tables.hashed.memory import GrowingRows
-from meshrec.tables.hashed.table import HashedTable, TableCounts
+from meshrec.tables.hashed.table import HashedTable
 from meshrec.tables.initial import init_table
 from meshrec.tables.local_shards import LocalShard, LocalShards, allocate
 from meshrec.tables.optimizer import FusedOptimizer, FusedTable, UpdateMode, UpdateRule, rules_of

@@ -24,13 +24,13 @@ def test_ids_that_nobody_trains_leave_no_rows(tmp_path):
     model = alone(tmp_path)
     train(model, range(3))
     before = whole(model)
-    written = [table.file.table.counts.num_written for table in tables_of(model)]
+    written = [table.store.file.table.counts.num_written for table in tables_of(model)]
     with torch.no_grad():
         for batch in batches(range(20, 24)):
             model(batch)
     assert same(whole(model), before)
-    assert [len(table.file.table._new_rows.keys) for table in tables_of(model)] == [0, 0, 0]
-    assert sum(t.file.table.counts.num_written for t in tables_of(model)) - sum(written) < 100
+    assert [len(table.store.file.table._new_rows.keys) for table in tables_of(model)] == [0, 0, 0]
+    assert sum(t.store.file.table.counts.num_written for t in tables_of(model)) - sum(written) < 100
 
 
 def test_a_snapshot_stays_while_rows_go_and_slots_get_others(tmp_path):

@@ -48,7 +48,9 @@ def made(pooling, data_type, spec, update, *, weighted):
             weights[next(name for name in weights if ".u." in name)].fill_(0.5)
             if "num_embeddings" in rows:
                 storage = found[0].hashed_tables()["t"].storage
-                weights[next(name for name in weights if ".t." in name)].copy_(storage.new_rows(IDS, (0, 8)))
+                weights[next(name for name in weights if ".t." in name)].copy_(
+                    storage.initial.rows(IDS, (0, 8))
+                )
         found.append(fuse(module, optimizer=spec, update=update, seed=0))
     return found
 

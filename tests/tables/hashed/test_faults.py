@@ -34,7 +34,7 @@ def read(module, *ids, train=True):
 def test_no_row_is_lost_when_the_index_grows():
     module, table = make(Hashed(max_rows=60_000))
     drawn = torch.randint(-(2**63), 2**63 - 1, (50_000,), generator=torch.Generator().manual_seed(0))
-    expected, begin = table.storage.initial_values(drawn), 0
+    expected, begin = table.storage.initial.values(drawn), 0
     for size in (1, 6, 1, 50, 500, 9, 5000, 44_433):
         read(module, drawn[begin : begin + size].tolist())
         expected[begin : begin + size] -= 0.5
@@ -49,14 +49,14 @@ def test_no_id_is_reserved():
     ids = [-1, 0, 2**63 - 1, -(2**63), 2**62, 1]
     module, table = make(Hashed(max_rows=6))
     first = read(module, ids)
-    assert torch.equal(first, table.storage.initial_values(torch.tensor(ids)))
+    assert torch.equal(first, table.storage.initial.values(torch.tensor(ids)))
     assert torch.equal(read(module, ids, train=False), first - 0.5)
     assert sorted(table.items()[0].tolist()) == sorted(ids)
 
 
 def test_evaluation_between_the_passes_of_a_batch_leaves_its_new_rows():
     module, table = make(Hashed(max_rows=4))
-    first = table.storage.initial_values(torch.tensor([1, 2, 3]))
+    first = table.storage.initial.values(torch.tensor([1, 2, 3]))
     out = module(KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.ones(2).int())).values()
     for ids in ([1, 2], [3, 1, 2], [1, 2]):
         assert torch.equal(read(module, ids, train=False), first[torch.tensor(ids) - 1])
@@ -72,7 +72,7 @@ def test_slots_are_released_after_the_update_even_if_an_output_is_kept():
     kept = module(features).values()
     kept.sum().backward(retain_graph=True)
     table.release()
-    assert table.key_index.num_live == len(table.in_flight) == 0  # no ID was admitted
+    assert table.key_index.num_live == len(table.slots.in_flight) == 0  # no ID was admitted
     with pytest.raises(ValueError, match="retain_graph"):
         kept.sum().backward()
     dropped = module(features).values()  # without a backward pass

@@ -251,7 +251,7 @@ def test_an_update_that_is_refused_leaves_the_order_of_eviction():
 
 def test_refused_ids_read_their_first_rows_and_are_not_trained():
     module, table = table_of(Hashed(max_rows=10, admit=MinCount(3)))
-    first = table.storage.initial_values(torch.tensor([5, -1]))
+    first = table.storage.initial.values(torch.tensor([5, -1]))
     for number in range(2):
         assert torch.equal(step(module, [5, -1]), first)
         assert table.report.refused == 2 * (number + 1)
@@ -281,7 +281,7 @@ def test_a_row_that_goes_while_a_batch_has_it_begins_anew():
     step(module, [4])
     assert set(table.ids_of(table.live_keys()[0]).tolist()) == {3, 4}
     ahead.sum().backward()
-    expected = table.storage.initial_values(torch.tensor([1])) - 0.1
+    expected = table.storage.initial.values(torch.tensor([1])) - 0.1
     assert torch.equal(step(module, [1], train=False), expected)
     assert 1 in table.ids_of(table.live_keys()[0]).tolist()
 

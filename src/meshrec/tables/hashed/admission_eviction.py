@@ -25,7 +25,9 @@ from meshrec.ops.index import Fills, unique
 from meshrec.tables.hashed.admission import in_span
 from meshrec.tables.hashed.eviction import EvictionRequest, Evictions, ProtectedRows, RankGroup, SingleRank
 from meshrec.tables.hashed.keys import TTL, Clock
-from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable, PinnedRows, evict_rows
+from meshrec.tables.hashed.row_store import ALIVE
+from meshrec.tables.hashed.slots import PinnedRows
+from meshrec.tables.hashed.table import HashedRows, HashedTable, evict_rows
 from meshrec.tables.table import Span
 
 # Shape legend: N rows, U distinct IDs in an update.
@@ -185,7 +187,7 @@ class AdmissionEviction:
                 table, report = self.tables[i], self.tables[i].accounting.report
                 if row_changes.admitted is not None and len(row_changes.new):
                     table.admission_counts.count(row_changes.keys, row_changes.counts, row_changes.admitted)
-                table.mark_alive(row_changes.of_admitted(row_changes.new), fills)
+                table.slots.mark_alive(row_changes.of_admitted(row_changes.new), fills)
                 report.evicted += len(row_changes.victims)
                 report.new += row_changes.num_admitted
                 report.refused += len(row_changes.new) - row_changes.num_admitted
@@ -315,14 +317,14 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
         pins: pins on the rows changed by the update, in all tables.
         clock: update time.
     """
-    held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
+    held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.states is table.slots]
     slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
     # A table that no batch in the update uses still has expired rows to evict.
     alive, policy = table.memory[ALIVE], table.storage.keys.evict
     new = keys = counts = _NONE
     admitted = None
     # Slots in the index that are not alive are pending: only then can the update have new IDs.
-    if table.key_index.num_live > table.num_alive:
+    if table.slots.num_pending:
         # The lookup has already listed the new IDs if they are the batch's only pending rows.
         fresh = held[0].fresh() if len(held) == 1 else None
         # An earlier update may have made these rows alive since the batch was resolved.

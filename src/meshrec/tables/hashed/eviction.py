@@ -28,7 +28,8 @@ from meshrec.ops.index import (
     order,
 )
 from meshrec.tables.hashed.keys import FIRST_KEY, Clock, RowsToJudge
-from meshrec.tables.hashed.table import ALIVE, HashedRows, HashedTable
+from meshrec.tables.hashed.row_store import ALIVE
+from meshrec.tables.hashed.table import HashedRows, HashedTable
 
 # Shape legend: N rows, S slots.
 
@@ -381,9 +382,9 @@ class Evictions:
         for i, candidates in slots.items():
             table, scores = self._tables[i], [_NONE]
             # In blocks, because the gathered rows of a whole table may exceed the memory.
-            for some in candidates.split(table.block_rows):
+            for some in candidates.split(table.store.block_rows):
                 rows = RowsToJudge(
-                    table.ids_of(table.keys_at(some)), table.gather_parts(some, table.rectangle.columns)
+                    table.ids_of(table.keys_at(some)), table.store.gather(some, table.rectangle.columns)
                 )
                 scores.append(policy.scores(rows, request.clock))
             sums.append(torch.cat(scores))

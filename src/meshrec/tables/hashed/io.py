@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span, waiting_counts
-from meshrec.tables.hashed.table import IDS, HashedRows, HashedTable
+from meshrec.tables.hashed.key_ordered import IDS
+from meshrec.tables.hashed.table import HashedRows, HashedTable
 from meshrec.tables.storage import check_loadable
 from meshrec.tables.streamed import StreamedPart, values_of
 from meshrec.tables.table import RowBlock
@@ -73,7 +74,7 @@ def rows_in_rectangle(table: HashedTable, ids: Tensor, parts: Mapping[str, Tenso
         # Blocks have ascending keys, and the state dict may have another order.
         keys, order = keys[inside].sort()
         selected = inside[order]
-        first, end = table.part_columns(r.columns)
+        first, end = table.store.part_columns(r.columns)
         cut = {name: v[selected] if v.dim() == 1 else v[selected, first:end] for name, v in parts.items()}
         yield RowBlock(keys, r.columns, cut)
 
@@ -149,7 +150,7 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
         return not any(table.num_alive for table in tables)
     return all(
         isinstance(part, StreamedPart)
-        and any(getattr(part.table, "is_of", lambda _: False)(table) for table in tables)
+        and any(getattr(part.table, "is_of", lambda _: False)(table.slots) for table in tables)
         for part in parts
     )
 
@@ -182,7 +183,7 @@ def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str
         for part in storage.row_parts
     }
     for table in tables:
-        start, end = table.part_columns(table.rectangle.columns)
+        start, end = table.store.part_columns(table.rectangle.columns)
         for block in table.stream():
             assert isinstance(block.keys, Tensor)
             # Skips optimizer state, which a state dict does not show, and counts of waiting IDs.
