@@ -78,6 +78,7 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 def c_entry_points() -> ctypes.CDLL | None:
     """Return the compiled library for calls to C functions without tensors. None without kernels."""
+    # The system returns the library that torch has already loaded, with the same global state.
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
 
 
@@ -92,6 +93,7 @@ def c_functions(**signatures: tuple[Any, list[Any]]) -> ctypes.CDLL | None:
     """
     library = c_entry_points()
     for name, (result, arguments) in signatures.items():
+        # Without kernels, `library` is None, so the function is None too.
         function = getattr(library, f"meshrec_{name}", None)
         if function is None:
             return None

@@ -202,6 +202,7 @@ def _prepare_launch(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     )
 
 
+# The stream is part of the cache key, because the copy is only ordered before kernels on this stream.
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(num_buckets: int, device: torch.device, stream: int) -> Tensor:
     """Return the smallest time difference in each bucket, in seconds: fp32 [num_buckets], on the device."""

@@ -368,6 +368,7 @@ def _query_blocks(
     low = start if CAUSAL else 0
     high = length
     if WINDOW > 0:
+        # All queries see contextual keys, also from outside the window.
         if not CAUSAL:
             low = tl.where(start < CONTEXTUAL, 0, tl.maximum(start - WINDOW + 1, 0))
         high = tl.where(start < CONTEXTUAL, length, tl.minimum(length, end - 1 + WINDOW))
@@ -525,6 +526,7 @@ def query_gradients(
     head = program // num_blocks % tokens.num_heads
     number = program // num_blocks // tokens.num_heads
     first, length, history, first_query, queries = load_sample(samples, number)
+    # Late query blocks start first, as in `attend`.
     start = (num_blocks - 1 - program % num_blocks) * BLOCK
     if start >= queries:
         return

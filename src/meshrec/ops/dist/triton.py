@@ -95,6 +95,7 @@ def _build_slots(
     num_bad = torch.zeros(len(bags.first), dtype=torch.int64, device=device)
     is_bad = torch.zeros(1, dtype=torch.int32, device=device)
     slots = _RouteSlots(fields, max(bags.number, default=0), first, starts, num_bad, is_bad)
+    # Without slots, the launch grid would be empty, which CUDA refuses.
     if first[-1]:
         triton_kernels.count_ids[slots.grid()](
             fields,
@@ -379,6 +380,7 @@ def _copy_sequences(
 
     values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
     rows: list[list[int]] = lookups.tolist()
+    # Without elements, the launch grid would be empty, which CUDA refuses.
     if not rows or not target.numel():
         return
     ids_of_route: list[int] = counts.tolist()
@@ -436,6 +438,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     for route, use in enumerate(routes.uses):
         routes_by_key.setdefault(keys[use], []).append(route)
     firsts = accumulate(map(len, routes_by_key.values()), initial=0)
+    # `firsts` ends with the total, for which there is no key.
     fields = [
         (first, len(key_routes)) for first, key_routes in zip(firsts, routes_by_key.values(), strict=False)
     ]

@@ -116,6 +116,7 @@ class CompiledIndex:
         # Shards grow evenly. Stagger their starts within a huge page, so they do not all reach the next
         # page in the same step.
         bucket_capacity += -bucket_capacity % _PAGE_BUCKETS + (_PAGE_BUCKETS >> shard_bits)
+        # Not reset when the index moves to larger memory: `growing_regions` is read once, for a new table.
         self._is_reserved = self._reallocate(bucket_capacity, max_slots, reserved=True)
         if not self._is_reserved:
             self._reallocate(_INITIAL_BUCKETS, min(max_slots, _INITIAL_SLOTS), reserved=False)
@@ -313,6 +314,7 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
     assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
     _library.meshrec_index_give(array, len(arguments))
+    # ctypes has copied the arguments into the array, so the results are there.
     return [item.num_assigned for item in array]
 
 
