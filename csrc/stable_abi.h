@@ -88,6 +88,8 @@ class Countdown {
   }
 
  private:
+  // A waiting thread spins for this many turns before it yields the core. A failed count stays negative
+  // whatever is still subtracted.
   static constexpr int64_t kTurnsAwake = 1000, kFailed = INT64_MIN / 2;
   alignas(64) std::atomic<int64_t> left_;
 };

@@ -147,6 +147,7 @@ struct Attention {
   template <typename Prepare>
   void run(void (*work)(const AttentionArgs&, const AttentionUnit&), const Prepare& prepare) const {
     parallel_tasks(num_tasks(), [&](int64_t task) {
+      // The scratch serves all units of the task, so its size is that of the largest.
       int64_t size = 0;
       for (size_t u = task; u < units.size(); u += kTasks) {
         const int64_t heads = units[u].last_head - units[u].first_head;
@@ -155,6 +156,7 @@ struct Attention {
       const std::unique_ptr<void, decltype(&std::free)> scratch(
           std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64), &std::free);
       if (scratch == nullptr) fail_for_memory(size * sizeof(float));
+      // A copy, because every task has its own scratch and bias gradients.
       AttentionArgs own = args;
       own.scratch = static_cast<float*>(scratch.get());
       prepare(task, own);
@@ -223,6 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_attention_grad(Tensor 
   Tensor grad_key = empty_buffer({num_tokens, heads, args.key.width}, ScalarType::Float);
   Tensor grad_value = empty_buffer({num_tokens, heads, args.value.width}, ScalarType::Float);
   args.grad = grad_out.const_data_ptr<float>();
+  // The arguments serve both directions; the gradient only reads the output and the sums.
   args.out = const_cast<float*>(result.const_data_ptr<float>());
   args.log_sums = const_cast<float*>(sums.const_data_ptr<float>());
   args.grad_query = grad_query.mutable_data_ptr<float>();

@@ -21,6 +21,7 @@ struct AllowedKeys {
 inline AllowedKeys allowed_keys(const AttentionArgs& a, const AttentionUnit& unit, int64_t row) {
   const int64_t history = unit.length - unit.num_targets;
   AllowedKeys keys{0, 0, a.causal ? row + 1 : unit.length, -1};
+  // Contextual queries attend to the whole history, also to later tokens.
   if (row < a.num_contextual) {
     keys.end = unit.length;
   } else if (a.window > 0) {
@@ -28,6 +29,7 @@ inline AllowedKeys allowed_keys(const AttentionArgs& a, const AttentionUnit& uni
     keys.begin = std::max(keys.prefix, row - a.window + 1);
     keys.end = std::min(keys.end, row + a.window);
   }
+  // Targets are at the end, and only attend to themselves.
   keys.end = std::max(keys.begin, std::min(keys.end, history));
   if (row >= keys.prefix && (row < keys.begin || row >= keys.end)) keys.itself = row;
   return keys;
@@ -79,6 +81,7 @@ inline void pack_across(const AttentionTokens& tokens, int64_t first, int64_t co
   for (int64_t begin = 0; begin < count; begin += kAttentionColumns) {
     const int64_t columns = std::min(kAttentionColumns, count - begin);
     for (int64_t j = 0; j < kAttentionColumns; ++j) {
+      // Past the last key, an existing row is read, and 0 is stored.
       const float* row = tokens.at(first + begin + std::min(j, columns - 1), head);
       for (int64_t d = 0; d < tokens.width; ++d) target[d * kAttentionColumns + j] = j < columns ? row[d] : 0;
     }
@@ -232,6 +235,7 @@ inline void softmax_tile(const AttentionTile& tile, AttentionWork& work, float* 
       store(row + j, weight);
     }
     sums[r] = sums[r] * factor + total_of(sum), most[r] = top;
+    // The factor is 1 unless this tile raised the maximum of the row.
     if (factor != 1.f) {
       for (int64_t d = 0; d < work.value_width; d += kLanes)
         store(out + r * work.value_width + d, load(out + r * work.value_width + d) * factor);
@@ -366,6 +370,7 @@ void attend_grad(const AttentionArgs& a, const AttentionUnit& unit) {
     pack_rows(a.key, unit.first_token, unit.length, own, work.query_width, 1.f,
               work.keys_packed + head * work.keys * work.query_width);
   }
+  // Every query tile adds to these.
   std::memset(work.grad_keys, 0, heads * work.keys * work.query_width * sizeof(float));
   std::memset(work.grad_values, 0, heads * work.keys * work.value_width * sizeof(float));
   const bool sums_bias = a.grad_position != nullptr || a.grad_time != nullptr;

@@ -66,6 +66,7 @@ void average_typed(Tensor& mean, const std::vector<Tensor>& terms, int64_t num_r
   for (const Tensor& term : terms) starts.push_back(static_cast<const Value*>(term.const_data_ptr()));
   const Averager<Value, Sum> averager(static_cast<Value*>(mean.mutable_data_ptr()), starts, num_ranks, link,
                                       exchange);
+  // A thread only sets the flag; the calling thread throws.
   std::atomic<bool> failed = false;
   parallel_for(mean.numel(), kBlock, [&](int64_t begin, int64_t end) {
     if (!averager.average(begin, end)) failed = true;

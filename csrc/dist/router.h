@@ -41,10 +41,12 @@ struct Router {
   }
 
   int64_t num_intervals(int64_t use) const { return cut_begin[use + 1] - cut_begin[use] - 1; }
+  // A use has one cut more than intervals.
   int64_t first_interval(int64_t use) const { return cut_begin[use] - use; }
   int64_t num_rows(int64_t use) const { return cuts[cut_begin[use + 1] - 1]; }
   bool is_inside(int64_t use, int64_t row) const {
     const int64_t end = num_rows(use);
+    // Without an end, the largest int64 is a row as well.
     return row >= cuts[cut_begin[use]] && (row < end || end == std::numeric_limits<int64_t>::max());
   }
   int64_t rank(int64_t route) const { return routes[3 * route]; }
@@ -97,6 +99,7 @@ struct Bags {
       }
       for (int64_t key = 0; key <= num_keys; ++key) first_bag[key] = num_bags / num_keys * key;
     }
+    // Below 0: the caller has no IDs to compare with, and routing has checked these offsets.
     if (num_ids < 0) return;
     if (offsets[0] != 0 || offsets[num_bags] != num_ids || !std::is_sorted(offsets, offsets + num_bags + 1)) {
       fail("offsets must rise from 0 to the number of ids, ", num_ids,

@@ -61,6 +61,7 @@ std::tuple<Tensor, Tensor> wire_encode(Tensor values, Ints rows, Ints starts, In
   if (seeds.size() != widths.size() || origins.size() != widths.size() || first_keys.size() != rows.size())
     fail("seeds and origins must have one entry for each column, and first_keys one for each block.");
   const int64_t* row_keys = nullptr;
+  // Keeps the memory alive to which `row_keys` points.
   Tensor kept;
   if (keys) {
     kept = as_contiguous(*keys);

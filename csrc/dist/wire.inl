@@ -244,6 +244,7 @@ inline void store_codes(WireInts codes, uint8_t* out) {
     store_bytes(codes, out);
   } else {
     typedef uint64_t Pairs __attribute__((vector_size(4 * kLanes)));
+    // The code in the upper half of a pair moves next to the other, to bits 4 to 7.
     const Pairs pairs = (Pairs)(codes + 8), bytes = (pairs | pairs >> 28) & 0xff;
 #if defined(__AVX512F__)
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_maskz_cvtepi64_epi8(0xff, (__m512i)bytes));
@@ -260,12 +261,14 @@ inline void store_four(WireInts a, WireInts b, WireInts c, WireInts d, uint8_t* 
   const __m512i least = _mm512_set1_epi16(kMinCode);
   const __m512i ab = _mm512_max_epi16(_mm512_packs_epi32((__m512i)a, (__m512i)b), least);
   const __m512i cd = _mm512_max_epi16(_mm512_packs_epi32((__m512i)c, (__m512i)d), least);
+  // The pack instructions work within 128-bit lanes, so the words are out of order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi32(0xffff, order, _mm512_packs_epi16(ab, cd)));
 #elif defined(__AVX2__)
   const __m256i least = _mm256_set1_epi16(kMinCode);
   const __m256i ab = _mm256_max_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), least);
   const __m256i cd = _mm256_max_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), least);
+  // The pack instructions work within 128-bit lanes, so the words are out of order.
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(ab, cd), order);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
@@ -402,6 +405,7 @@ inline void store_nearest(Vec v, Half* to) {
 }
 inline void store_nearest(Vec v, BFloat16* to) {
   const Bits bits = (Bits)v, even = bits >> 16 & 1, is_nan = (Bits)(v != v);
+  // A NaN is not rounded, because a carry could turn it into infinity or zero.
   const Bits rounded = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & (bits + 0x7fff + even) >> 16);
   *reinterpret_cast<HalfBitsMemory*>(to) = __builtin_convertvector(rounded, HalfBits);
 }

@@ -108,6 +108,7 @@ struct Failures {
     all.push_back({record, cause});
   }
   Tensor tensor(const Tensor& like) {
+    // By position, because the order in which threads fail is random.
     std::sort(all.begin(), all.end());
     Tensor found = torch::stable::new_empty(like, {int64_t(all.size()), 2}, ScalarType::Long);
     auto* to = static_cast<int64_t*>(found.mutable_data_ptr());

@@ -149,11 +149,13 @@ class Ring {
   template <typename Take>
   void completed(const Take& take) {
     unsigned head = *done_head_;
+    // Acquire: the results must not be read before the tail.
     const unsigned end = __atomic_load_n(done_tail_, __ATOMIC_ACQUIRE);
     for (; head != end; ++head) {
       const io_uring_cqe& each = completions_[head & done_mask_];
       take(each.user_data, each.res);
     }
+    // Release: the system may overwrite the results once it sees the new head.
     __atomic_store_n(done_head_, head, __ATOMIC_RELEASE);
   }
 

@@ -53,6 +53,7 @@ uint32_t by_tables(uint32_t crc, const unsigned char* bytes, size_t length) {
 
 #if defined(__x86_64__)
 
+// The first step loads four vectors of 16 bytes.
 constexpr size_t kMinFolded = 64;
 
 // Folds 64 bytes into the next 64 with carry-less products: V. Gopal et al., "Fast CRC Computation for
@@ -105,6 +106,7 @@ bool can_fold() {
 
 uint32_t crc32(uint32_t crc, const void* bytes, size_t length) {
   const auto* at = static_cast<const unsigned char*>(bytes);
+  // zlib inverts the value before and after.
   crc = ~crc;
 #if defined(__x86_64__)
   if (length >= kMinFolded && can_fold()) {

@@ -291,6 +291,7 @@ class Link {
 
   static Outcome read_from(const Peer& peer, void* result, uint64_t address, int64_t bytes, char* error) {
     auto* at = static_cast<char*>(result);
+    // The system may read fewer bytes than requested.
     while (bytes > 0) {
       const iovec here{at, static_cast<size_t>(bytes)};
       const iovec there{reinterpret_cast<void*>(address), static_cast<size_t>(bytes)};
@@ -306,6 +307,7 @@ class Link {
 
   const int64_t rank_, size_;
   std::chrono::microseconds spin_;
+  // The memory behind this rank's board; -1 until `create`. The peers open it through /proc.
   int fd_ = -1;
   std::vector<Peer> peers_;  // all ranks, including this one
   std::mutex mutex_;

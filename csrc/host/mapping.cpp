@@ -28,8 +28,10 @@ struct Slot {
 // Static and atomic: a signal handler may neither lock nor allocate.
 Slot slots[kMaxMappings];
 std::atomic<int> num_slots{0};
+// Lets lookups skip the search for the mapping if no file exceeds memory.
 std::atomic<int> num_with_misses{0};
 std::mutex changing;
+// The handler that was set before ours; written once, by `set_handler`.
 struct sigaction before{};
 uintptr_t page_size = 4096;
 

@@ -24,6 +24,7 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
   Words keys = *reinterpret_cast<const WordsMemory*>(ids);
   if (a.mixes) keys = mix(keys, a.mix_seed);
   keys = mix(keys + a.first, index.seed);
+  // Two shifts, because a single shift by 64, for an index with one shard, would be undefined.
   const Words shards = keys >> 1 >> (63 - index.shard_bits), fractions = keys << index.shard_bits;
   const auto of_shards = [&](const uint64_t* numbers) {
     const auto* const all = reinterpret_cast<const Words*>(numbers);

@@ -17,7 +17,9 @@
 
 namespace meshrec::index {
 
+// kAhead: keys between a prefetch and the use. kScanBuckets: buckets in a task of a scan.
 constexpr int64_t kAhead = 32, kScanBuckets = 1 << 13;
+// A tag is read as four bytes, so the last one needs a byte of padding.
 constexpr int64_t kTagBytes = 3, kTagPadding = 1;
 
 // As in ops/index/naive.py.
@@ -95,6 +97,7 @@ class Index {
          left -= args.count, args.ids += args.count, args.slots += args.count) {
       args.count = std::min(kMaxFound, left);
       absent += kernels().find(args);
+      // Only the first search prefetches rows, because the lookup prefetches the others as it reads.
       args.rows = {};
     }
     return absent;
@@ -159,6 +162,7 @@ class Index {
     const int64_t count = args.num_assigned = distinct.numel();
     int64_t *const slots = args.assigned + args.num_absent, *const counts = slots + args.num_absent;
     std::copy_n(distinct.const_data_ptr<int64_t>(), count, args.assigned);
+    // Only Python can allocate more slots, so the kernel gives up before it changes the index.
     if (header_.num_live + count > header_.slot_capacity ||
         insert(args.assigned, count, nullptr, slots) != kDone)
       return false;
@@ -315,6 +319,7 @@ class Index {
       for (int64_t i = begin; i < end; ++i) keys[i] = key_of(i);
     });
     const int shift = 64 - int(header_.shard_bits);
+    // A shift by 64 would be undefined.
     const auto shard_number = [&](uint64_t key) { return shift == 64 ? 0 : key >> shift; };
     std::vector<int64_t> next(shards_.size() + 1, 0);
     for (int64_t i = 0; i < count; ++i) ++next[shard_number(keys[i]) + 1];
@@ -441,6 +446,7 @@ class Index {
 
 // Wraps four tensors as an index: header int64, buckets uint8, tags uint8, free int64.
 inline Index index_in(const Tensor* memory, int64_t seed) {
+  // Only searches wrap tensors, and these do not write.
   const auto data = [&](size_t k) { return const_cast<void*>(memory[k].const_data_ptr()); };
   return Index(static_cast<int64_t*>(data(0)), data(1), static_cast<uint8_t*>(data(2)),
                static_cast<uint64_t*>(data(3)), uint64_t(seed));

@@ -292,6 +292,7 @@ std::tuple<Tensor, Tensor> hashed_forward(std::vector<Tensor> weight_list, std::
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);
   std::atomic<int64_t> num_absent{0};
+  // As in keyed_forward: elements must not move.
   std::deque<index::Index> indexes;
   std::deque<IndexFinder> finders;
   for (size_t k = 0; k < hashed.size(); ++k) {

@@ -12,6 +12,7 @@ constexpr uint64_t kMixStep = 0x9E3779B97F4A7C15, kMixFirst = 0xBF58476D1CE4E5B9
 
 static constexpr uint64_t inverse_of(uint64_t odd) {  // modulo 2^64, by Newton's method
   uint64_t inverse = odd;
+  // At first, the inverse is right in 3 bits, and every turn doubles their number.
   for (int turn = 0; turn < 6; ++turn) inverse *= 2 - odd * inverse;
   return inverse;
 }

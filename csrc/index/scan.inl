@@ -10,6 +10,7 @@ typedef uint8_t HighBytes __attribute__((vector_size(8)));
 // IDs up to the maximum, and their slots.
 struct Candidates {
   int64_t count;
+  // A vector store writes 8 entries per bucket, of which at most 7 count.
   uint64_t ids[8 * kScanned], slots[8 * kScanned];
 };
 

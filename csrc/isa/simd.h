@@ -58,6 +58,7 @@ inline void store_past_caches(float* p, Vec v) {
 }
 inline void finish_stores() {
 #if defined(__x86_64__)
+  // Streaming stores are not ordered before later stores, as normal stores are.
   _mm_sfence();
 #endif
 }

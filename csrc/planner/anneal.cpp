@@ -68,6 +68,7 @@ class Annealer : public PlanState {
       const int64_t end = max_work * (level + 1) / kLevels;
       const double late = seconds * (level + 1) / kLevels;  // if time runs short, cools down faster
       for (int64_t moves = 0; work_ < end; ++moves) {
+        // Not at every move, because reading the clock takes time as well.
         if (moves % 1024 == 0 && passed(start) >= late) break;
         move();
       }
@@ -94,6 +95,7 @@ class Annealer : public PlanState {
     if (random_.uniform() < kSwapShare) return swap_roles();
     const int64_t kind = random_.below(16);
     if (kind == 0 && place_work_ < place_share_ * work_) {
+      // Adds the work of this move: minus the work before, plus the work after.
       place_work_ -= work_;
       2 * few_work_ < place_share_* work_ ? reinsert_few_tables() : reinsert_table();
       place_work_ += work_;
@@ -250,6 +252,7 @@ class Annealer : public PlanState {
       const int64_t table = removed.first, kind = p_.type[table];
       Trial best;
       for (int64_t choice = p_.choice_start[kind]; choice < p_.choice_start[kind + 1]; ++choice) {
+        // Half of the calls try only a quarter of the candidates, to save work.
         if (!all && random_.below(4)) continue;
         Trial trial = tried(table, p_.choices[choice]);
         if (trial.objective < best.objective) best = std::move(trial);
@@ -292,6 +295,7 @@ class Annealer : public PlanState {
 
   // Puts a table where another table is; returns false if that is impossible.
   bool take_role(int64_t table, int64_t candidate, Placed role) {
+    // Equal shapes have the same pieces, so their group numbers differ by a constant.
     const int64_t shift = p_.piece_start[candidate] - p_.piece_start[role.candidate];
     const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
     if (*std::max_element(bytes_.begin(), bytes_.end()) > room) return false;
@@ -301,6 +305,7 @@ class Annealer : public PlanState {
       unit.group = static_cast<int32_t>(unit.group + shift);
       if (unit.group >= p_.piece_start[candidate + 1] || !may_use(table, unit.place, unit.span)) return false;
       double* const sizes = role.amounts.data() + unit.amounts;
+      // The other table may have unequal parts, which this candidate does not allow.
       if (!p_.uneven[candidate]) std::fill(sizes, sizes + unit.span, 1.0);
       if (p_.uneven[candidate] && unit.span > 1) level(unit, sizes);
       for (int32_t i = 0; i < unit.span; ++i)

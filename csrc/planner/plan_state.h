@@ -145,6 +145,7 @@ class PlanState {
       for (const auto& load : load_) most = std::max(most, load[k]);
       for (const auto& load : group_load_) largest = std::max(largest, load[k]);
       // Loads are divided by the largest one, so their powers do not overflow.
+      // The lower bound avoids a division by 0 in a phase without load.
       size_[k] = std::max(most, 1e-3 * largest + 1e-30);
       scale_[k] = 1 / size_[k];
     }
@@ -227,6 +228,7 @@ class PlanState {
 
   void settle_powers(int64_t rank) {
     const Load value = raised(load_[rank]);
+    // Rounding errors must not make the sum negative.
     for (int k = 0; k < kPhases; ++k) sum_[k] = std::max(sum_[k] + value[k] - power_[rank][k], 0.0);
     power_[rank] = value;
   }

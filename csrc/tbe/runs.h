@@ -49,6 +49,8 @@ struct TableRuns {
   int64_t first_pair = 0;            // among the pairs for all tables
   int64_t num_parts = 1, shift = 0;  // the part for a row is row >> shift
   int64_t lane = 0, wave = 0;
+  // slot_per_id: a slot for every ID, else for every bag. scaled: gradients have factors (MEAN or weights).
+  // pack: gradient rows are copied next to each other, see make_tables.
   bool slot_per_id = false, scaled = false, pack = false;
   Pair* pairs = nullptr;          // by range; sorted once the range is done
   const float** grads = nullptr;  // by slot
@@ -173,7 +175,9 @@ class Runs {
   std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
   std::optional<Tensor> saved_;  // [packed gradients and pairs for each table][two counts][ranges]
+  // Set if the runs were restored by `load`; packed rows are then not copied again.
   bool is_loaded_ = false;
+  // As RunArgs::from_memory; set by `allocate`.
   bool rows_from_memory_ = false;
 };
 
