@@ -9,6 +9,7 @@
 namespace meshrec {
 namespace {
 
+// As GROUP in ops/dist/ids_naive.py.
 constexpr int64_t kGroup = 128;
 
 template <typename Id>

@@ -6,6 +6,7 @@
 namespace meshrec {
 
 enum WireCode : int { kWireFloat, kWireHalf, kWireBFloat16, kWireInt8, kWireInt4, kNumWireCodes };
+// An fp32 scale and an fp32 midpoint.
 constexpr int64_t kWireParamBytes = 8;
 // Rows with a smaller range get this scale. The inverse, times 2^16 for stochastic rounding, is then at most
 // 2^126, which is finite.

@@ -25,6 +25,7 @@ inline WireInts rounded_to_ints(Vec v) {
 
 // Loads kLanes signed bytes, and stores lanes that fit into a byte. With intrinsics: the compiler's code for
 // these takes as long as everything else together.
+// Without them, rows in the caches were decoded at 16 GB/s instead of 52.
 inline WireInts load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (WireInts)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -9,6 +9,7 @@
 
 namespace meshrec {
 
+// As STOCHASTIC in ops/dist/wire_naive.py.
 constexpr int64_t kWireStochastic = 8;
 
 inline int64_t wire_bytes(int64_t format, int64_t dim) {
@@ -34,6 +35,8 @@ struct WireColumns {
   std::vector<int64_t> row_elements, row_bytes;  // by block
   // Whether all columns in a block have the same width and the same non-stochastic format. Columns can then
   // be treated as separate rows, so memory is read and written in a single pass.
+  // For eight columns of width 64 outside the caches, this took 0.9 times as long as a copy, and 1.8 times
+  // column by column.
   std::vector<char> is_uniform;
 
   WireColumns(size_t num_blocks, const std::vector<int64_t>& block_starts,

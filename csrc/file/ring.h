@@ -22,6 +22,7 @@ struct Transfers {
   std::function<void(int64_t task, int64_t cause)> failed;
 };
 
+// As END_OF_FILE in ops/records/naive.py.
 constexpr int64_t kEndOfFile = -2;
 
 // Performs all transfers with up to `in_flight` concurrent requests on an io_uring for this thread. Returns

@@ -62,6 +62,8 @@ constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;
 // buffers freed by a phase of the step are reused by the next phase. In malloc's heap, smaller blocks would
 // settle between them. And glibc cuts aligned blocks out of larger ones, so a freed block does not fit the
 // next request with the same size.
+// Counted for a sharded model with 338 MB of tables: at the peak of a step, 83 MB were live, and 30 MB were
+// such holes.
 class Buffers {
  public:
   // Reserves the address range; returns false if the system does not have enough.

@@ -6,6 +6,7 @@
 
 namespace meshrec {
 
+// 2^_MAX_SHARD_BITS in ops/index/compiled.py.
 constexpr int kMaxShards = 16;
 constexpr int64_t kReach = 16;          // a key is in one of this many buckets, from its home on
 constexpr int64_t kMaxFound = 1 << 11;  // maximum IDs per search

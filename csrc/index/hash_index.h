@@ -360,6 +360,7 @@ class Index {
         if (!each(i, uint64_t(i) % kRing)) return false;
       return true;
     };
+    // In a full table, the home of a new key is full one time in four.
     const auto request_next = [&](int64_t, uint64_t k) __attribute__((always_inline)) {
       const int64_t b = lasts[k] += shard.bucket(lasts[k]).full();
       return __builtin_prefetch(&shard.bucket(b), 1, 3), true;

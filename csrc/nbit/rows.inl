@@ -4,6 +4,7 @@
 // value is scale * code + bias. The product has at most 19 bits, so only the sum is rounded, with or without
 // fused instructions: all instruction sets give the same result, in vectors as well as at the end of a row.
 
+// An fp16 scale and an fp16 bias.
 constexpr int64_t kParamBytes = 4;
 
 inline Vec to_vector(float value) { return Vec{} + value; }

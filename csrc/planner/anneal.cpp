@@ -61,6 +61,7 @@ class Annealer : public PlanState {
       const double at = static_cast<double>(level) / (kLevels - 1);
       // The objective is a sum of power means over ranks, one per phase. As p rises, it approaches the exact
       // objective, the sum of the maxima.
+      // The first exponents are low, because the split of tables is settled while the norm sees all ranks.
       set_exponent(exponent << (level * steps / kLevels));
       // Temperatures are relative to the initial objective, divided by the number of ranks. The last level
       // accepts only improvements.
@@ -94,6 +95,7 @@ class Annealer : public PlanState {
   void move() {
     if (random_.uniform() < kSwapShare) return swap_roles();
     const int64_t kind = random_.below(16);
+    // These moves look at all ranks, so with many ranks they would take nearly all of the work.
     if (kind == 0 && place_work_ < place_share_ * work_) {
       // Adds the work of this move: minus the work before, plus the work after.
       place_work_ -= work_;

@@ -178,6 +178,7 @@ class PlanState {
   }
 
   // The exponent is a power of two, so the root is a few square roots.
+  // And exact on every machine, which pow need not be.
   Load norms(const Load& sum) const {
     Load value;
     for (int k = 0; k < kPhases; ++k) value[k] = std::max(sum[k], 0.0) / num_ranks_;

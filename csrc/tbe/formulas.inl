@@ -23,6 +23,7 @@ struct Step {
   }
 };
 
+// As RowSum in ops/tbe/formulas.py.
 constexpr int kGradientSum = 0, kWeightSum = 1, kDirectionSum = 2;
 
 inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {

@@ -53,6 +53,7 @@ _HOST_NAME = "MESHREC_HOST"
 _FAILED, _NOT_YET = -1, -2  # C function results, as in csrc/host/host_link.h
 _PEER_LOST = "the memory of a peer could not be read"  # prefix of kPeerLost in csrc/host/host_link.h
 _LEAVING_SECONDS = 5.0  # time at exit for peers to read the last messages
+# As kErrorBytes in csrc/host/host_link.cpp.
 _ERROR_BYTES = 256
 _MANY = 8  # exchanges in flight above which `start` looks for abandoned exchanges
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64

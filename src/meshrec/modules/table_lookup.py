@@ -37,6 +37,7 @@ from meshrec.tables.storage import RowStorage, lookup_function
 
 _BLOCK_ELEMENTS = 1 << 20  # 4 MiB of fp32: bounds the memory of quantized initialization
 
+# As in ops/tbe/layout.py, and in the kernels.
 _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 
 

@@ -12,6 +12,7 @@ from meshrec.ops.library import implement
 
 # Shape legend: N IDs, D columns, S slots.
 
+# For 32-bit arithmetic in int64.
 _WORD = (1 << 32) - 1
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshrec.ops import operators
 from meshrec.ops.library import implement
 
+# By element size: an integer type through which the bits of any other type are written.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
