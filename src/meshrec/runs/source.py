@@ -240,7 +240,11 @@ def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
     loaded = sys.modules.get(module_name(Path(location)))
     main = Path(location if loaded is None else str(loaded.__file__)).resolve()
     files = {main.name: main.read_bytes()}
+    neighbours = {entry.removesuffix(".py") for entry in os.listdir(main.parent)}
     for name, module in list(sys.modules.items()):
+        # Resolving the paths of all imported modules takes a third of a second.
+        if name.partition(".")[0] not in neighbours:
+            continue
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
