@@ -6,7 +6,7 @@ import torch
 from meshrec.metrics import auc_interval
 from meshrec.train import SquaredError, Trainer, WideDeepConfig, join
 from meshrec.train.linear import LabelledSamples, design_matrix, first_samples, fit_regression
-from meshrec.train.observers import Evaluated
+from meshrec.train.observers import Evaluated, Stepped
 from tests.train.raw_ids import recipe as visits_recipe
 from tests.train.raw_ids import write_visits
 
@@ -117,3 +117,22 @@ def test_hashed_tables_are_left_out_of_the_fit(tmp_path):
     trainer = Trainer(recipe, data.load(), join("cpu"))
     trainer.run()
     assert trainer.evaluator.early.best_auc > 0.5
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(100, 1), (2048, 2), (1 << 13, 3)])
+def test_small_batches_take_few_threads(small, batch_size, expected):
+    recipe = replace(small(batch_size=batch_size, max_steps=1), model=WideDeepConfig(layers=(8,)))
+    seen = []
+
+    def observe(event):
+        if isinstance(event, Stepped):
+            seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        Trainer(recipe, recipe.data.load(), join("cpu"), observer=observe).run()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.ops.threads import at_most_threads
 from meshrec.planner import Link
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.stages.choosing import UnitCost, best_cut, cut_positions, max_stages
@@ -106,20 +107,14 @@ def layouts(
     sparse = KeyedJaggedTensor(
         sparse.keys(), torch.zeros_like(sparse.values()), sparse.weights_or_none(), sparse.lengths()
     )
-    threads = torch.get_num_threads()
-    # Process-wide, so it is restored below.
-    torch.set_num_threads(1)
-    try:
-        with _tables_of_one_row(model):
-            problem = _layout_inputs(trace(model), (dense, sparse), world_size, link)
-            results = _unstaged(problem)
-            most = max_stages([unit.needs for unit in problem.traced.units], problem.shared)
-            # Stage counts that divide the number of ranks; the remaining factor is the number of lanes.
-            for num_stages in range(2, min(world_size, most) + 1):
-                if world_size % num_stages == 0:
-                    results.append(_best_staged_layout(problem, num_stages))
-    finally:
-        torch.set_num_threads(threads)
+    with at_most_threads(1), _tables_of_one_row(model):
+        problem = _layout_inputs(trace(model), (dense, sparse), world_size, link)
+        results = _unstaged(problem)
+        most = max_stages([unit.needs for unit in problem.traced.units], problem.shared)
+        # Stage counts that divide the number of ranks; the remaining factor is the number of lanes.
+        for num_stages in range(2, min(world_size, most) + 1):
+            if world_size % num_stages == 0:
+                results.append(_best_staged_layout(problem, num_stages))
     return sorted(results, key=lambda layout: layout.seconds)
 
 

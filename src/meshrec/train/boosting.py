@@ -10,6 +10,7 @@ from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve, auc_interval, effective_sizes, score_histograms
 from meshrec.modules.boosted_trees import Branch, Leaf, scale_leaves
 from meshrec.train.linear import weighted_mean
+from meshrec.train.trees import SAMPLES_PER_THREAD
 
 NUM_LEVELS = 4
 """Maximum depth of a tree."""
@@ -232,7 +233,8 @@ def _fit_trees(
 
     data = data_of(train, None)
     # LightGBM's default would take all cores, also those of other ranks on this host.
-    options = _OPTIONS | {"seed": seed, "num_threads": torch.get_num_threads()}
+    num_threads = min(torch.get_num_threads(), 1 + len(train.labels) // SAMPLES_PER_THREAD)
+    options = _OPTIONS | {"seed": seed, "num_threads": num_threads}
     if held_out is None:
         model = lightgbm.train(options, data, num_trees)
         tree_info = model.dump_model(num_iteration=num_trees)["tree_info"]
@@ -242,7 +244,8 @@ def _fit_trees(
     model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
     tree_info = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
     trees = [_node(info["tree_structure"]) for info in tree_info]
-    return trees, torch.from_numpy(model.predict(held_out.inputs.numpy(), raw_score=True))
+    outputs = model.predict(held_out.inputs.numpy(), raw_score=True, num_threads=num_threads)
+    return trees, torch.from_numpy(outputs)
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:

@@ -312,6 +312,15 @@ class ModelConfig(ABC):
         """
         return 0
 
+    @property
+    def samples_per_thread(self) -> int:
+        """Smallest share of a rank's batch for which a CPU thread pays in a training step.
+
+        Threads wait for one another after every operator. They spin meanwhile, so too many of them take CPU
+        time, and on a busy machine also make steps slower.
+        """
+        return 1
+
     def start(
         self, model: nn.Module, recipe: "Recipe", dataset: "Dataset", ranks: "Ranks"
     ) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.data.balance import balanced_reader
 from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.ops.memory import frozen_objects
+from meshrec.ops.threads import at_most_threads
 from meshrec.train.building import BuiltModel, build
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Reported, Started, Stepped
@@ -154,7 +155,7 @@ class Trainer:
         is_fitted = self._fit_initial_weights()
         self.saver.start_deltas()
         # With frozen objects, garbage collections during training do not visit the model again.
-        with frozen_objects(), self._steps.profiled():
+        with frozen_objects(), self._steps.profiled(), at_most_threads(self._num_threads()):
             if is_fitted or self._needs_evaluation():
                 self._evaluate()
             if is_fitted:
@@ -187,6 +188,11 @@ class Trainer:
         Collective: every rank must exhaust the iterator.
         """
         return score(self.built.model, reader, self.ranks)
+
+    def _num_threads(self) -> int:
+        """Return the maximum number of threads that pay in a training step on this rank."""
+        samples = self.recipe.training.batch_size // self.ranks.size
+        return max(1, samples // self.recipe.model.samples_per_thread)
 
     def _fit_initial_weights(self) -> bool:
         """Fit initial weights before the first step, if the model supports it. Return whether it did."""

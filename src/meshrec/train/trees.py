@@ -29,7 +29,7 @@ _MAX_CATEGORIES = 10_000
 """Maximum number of categories in a column. All rarer IDs share one more category."""
 
 
-_SAMPLES_PER_THREAD = 10_000
+SAMPLES_PER_THREAD = 10_000
 """Number of samples per thread. With fewer, threads wait longer for one another than they work."""
 
 
@@ -81,7 +81,7 @@ class TreeBaseline:
             "metric": "auc",
             "learning_rate": 0.1,
             # Use all cores, because only rank 0 computes baselines, while the other ranks wait.
-            "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // _SAMPLES_PER_THREAD),
+            "num_threads": min(os.cpu_count() or 1, 1 + len(train.labels) // SAMPLES_PER_THREAD),
             "seed": 0,
             "verbosity": -1,
         }

@@ -100,6 +100,12 @@ class WideDeepConfig(ModelConfig):
                 "linear weights leave over. Take model.fit_wide True, or fit_trees 0."
             )
 
+    @property
+    @override
+    def samples_per_thread(self) -> int:
+        """Measured: a second thread slows steps of 1,024 samples down, and speeds up those of 4,096."""
+        return 1024
+
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
