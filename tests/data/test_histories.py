@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.data import DataError, histories, log_parts
-from meshrec.data.histories import _sorted_order
 from meshrec.data.interactions import Interactions
 from meshrec.data.log_columns import LogColumns
+from meshrec.data.logs import sorted_order
 from meshrec.train import Log
 
 COLUMNS = LogColumns(
@@ -329,7 +329,7 @@ def test_orders_equal_those_of_lexsort():
         for high in (1, 5, 1 << 40, 1 << 62):
             keys = [rng.integers(-high, high, num) for _ in range(3)]
             keys[1] //= high // 3 or 1
-            assert _sorted_order(keys).tolist() == np.lexsort(keys).tolist()
+            assert sorted_order(keys).tolist() == np.lexsort(keys).tolist()
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0, float("nan"), float("inf")])

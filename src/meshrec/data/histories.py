@@ -67,6 +67,7 @@ from meshrec.data.logs import (
     item_ids,
     log_features,
     logged_users,
+    sorted_order,
     vocabulary_of,
     warn_of_unknown,
 )
@@ -730,7 +731,7 @@ class _Sorter:
         """
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []
-        records = _take_records(records, _sorted_order([*keys, records["time"], records["user"]]))
+        records = _take_records(records, sorted_order([*keys, records["time"], records["user"]]))
         counts = np.bincount(records["user"] - bucket.start, minlength=bucket.stop - bucket.start)
         return SortedRows(
             offsets=np.concatenate([[0], np.cumsum(counts)]),
@@ -762,33 +763,6 @@ def _take_records(records: Any, order: Ints) -> Any:
     """
     words = records.view(np.int32).reshape(len(records), records.itemsize // 4)
     return words.take(order, axis=0).reshape(-1).view(records.dtype)
-
-
-def _sorted_order(keys: list[Ints]) -> Ints:
-    """Return the same order as ``np.lexsort(keys)`` for integer keys: stable, with the last key the primary.
-
-    This is a radix sort. A pass packs a digit of the key and the row's position into an int64 (digit in the
-    upper bits, position in the lower bits), and sorts these integers with ``np.sort``. ``np.sort`` is
-    vectorized, and about ten times as fast as ``np.argsort``.
-    """
-    num_rows = len(keys[0])
-    bits = max(num_rows - 1, 1).bit_length()
-    width = 63 - bits
-    positions = np.arange(num_rows)
-    order = None  # None: the rows are still in their original order
-    for key in keys:
-        values = key.astype(np.int64) - int(key.min(initial=0 if not num_rows else int(key[0])))
-        if (values[1:] >= values[:-1]).all() and order is None:
-            continue  # already sorted, as times in most logs are
-        for shift in range(0, int(values.max(initial=0)).bit_length(), width):
-            packed = values if order is None else values[order]
-            packed = (packed >> shift & (1 << width) - 1) << bits
-            packed |= positions
-            # Positions break ties between equal digits, which makes the sort stable.
-            packed.sort()
-            packed &= (1 << bits) - 1
-            order = packed if order is None else order[packed]
-    return positions if order is None else order
 
 
 def _build_if_stale(

@@ -13,9 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.comms.agreement import together
+from meshrec.comms.mesh import Axis
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import DataError, Faults, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
+from meshrec.data.features.merging import merge_ranks
 from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parsed_times, whole
 from meshrec.data.frames import column_names
 from meshrec.data.hashing import codes_of
@@ -24,6 +27,7 @@ from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.nearest import missing_column
 from meshrec.data.samples import Bools, Ints
+from meshrec.data.shares import cut_rows
 
 _logger = logging.getLogger("meshrec")
 
@@ -151,6 +155,34 @@ def fit_log(log: LogTable, *, users: bool) -> Features:
     return log_features(log.columns, users=users).fit([log.table])
 
 
+def fit_log_on_ranks(log: LogTable, axis: Axis, *, users: bool) -> Features | None:
+    """Fit the vocabularies as `fit_log` does, of which every rank counts a share of the rows. Collective.
+
+    Args:
+        log: rows from `counted_rows`, the same on all ranks.
+        axis: the ranks.
+        users: whether users are a feature, too.
+
+    Returns:
+        The fitted features on rank 0, None on other ranks.
+
+    Raises:
+        ValueError: a column has a wrong kind; raised on every rank.
+    """
+    name, features = "fitting features", log_features(log.columns, users=users)
+    first, last = cut_rows(log.table.num_rows, axis.size)[axis.rank : axis.rank + 2]
+    with together(axis, name):
+        if messages := features.wrong_columns(log.table.schema):
+            raise ValueError(f"{messages[0]}.")
+        state = features.state_of(log.table.slice(first, last - first), np.arange(first, last))
+    merged = merge_ranks(state if last > first else None, axis)
+    fitted = None
+    with together(axis, name):
+        if merged is not None:
+            fitted = features.fitted(merged, log.table.schema)
+    return fitted
+
+
 class LoggedUsers(NamedTuple):
     """Interactions of a log, and the user column value that every user number stands for."""
 
@@ -188,12 +220,11 @@ def interactions(
     warn_of_unknown(name, int((~in_vocabulary).sum()), len(users))
     ids = item_ids(item, table[columns.item].combine_chunks(), hashed)
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
-    ties = np.arange(len(users))
+    keys = [times, users]
     if columns.ties == "shuffle":
         # Data order would reveal the next item if the data are sorted by item.
-        ties = np.random.default_rng(seed).permutation(ties)
-    # The last key is the primary one: users, then times, then ties.
-    order = np.lexsort((ties, times, users))
+        keys.insert(0, np.random.default_rng(seed).permutation(len(users)))
+    order = sorted_order(keys)
     sample = None
     if columns.item_features:
         # An item's values come from its first row.
@@ -207,6 +238,33 @@ def interactions(
         rows=table["row"].to_numpy()[order],
     )
     return logged_users(name, features, arrays, values, num_rows=num_rows, hashed=hashed, sample=sample)
+
+
+def sorted_order(keys: list[Ints]) -> Ints:
+    """Return the same order as ``np.lexsort(keys)`` for integer keys: stable, with the last key the primary.
+
+    This is a radix sort. A pass packs a digit of the key and the row's position into an int64 (digit in the
+    upper bits, position in the lower bits), and sorts these integers with ``np.sort``. ``np.sort`` is
+    vectorized, and about ten times as fast as ``np.argsort``.
+    """
+    num_rows = len(keys[0])
+    bits = max(num_rows - 1, 1).bit_length()
+    width = 63 - bits
+    positions = np.arange(num_rows)
+    order = None  # None: the rows are still in their original order
+    for key in keys:
+        values = key.astype(np.int64) - int(key.min(initial=0 if not num_rows else int(key[0])))
+        if (values[1:] >= values[:-1]).all() and order is None:
+            continue  # already sorted, as times in most logs are
+        for shift in range(0, int(values.max(initial=0)).bit_length(), width):
+            packed = values if order is None else values[order]
+            packed = (packed >> shift & (1 << width) - 1) << bits
+            packed |= positions
+            # Positions break ties between equal digits, which makes the sort stable.
+            packed.sort()
+            packed &= (1 << bits) - 1
+            order = packed if order is None else order[packed]
+    return positions if order is None else order
 
 
 class SortedRows(NamedTuple):

@@ -1,9 +1,10 @@
 """Data sources for next-item models: logs with users, items and times."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import override
 
@@ -12,6 +13,7 @@ from meshrec.data.log_columns import ITEM, LogColumns
 from meshrec.train.recipe import DataSource
 
 if TYPE_CHECKING:
+    from meshrec.comms.mesh import Axis
     from meshrec.data import Dataset, Interactions
     from meshrec.data.faults import Faults
     from meshrec.data.features import Features, Key
@@ -19,11 +21,21 @@ if TYPE_CHECKING:
     from meshrec.data.logs import LoggedUsers, LogTable
     from meshrec.data.next_item_data import HeldOut
 
+_KEPT_ROWS = "_kept_rows"
+"""Attribute of a source with the rows that `LogSource.fit_on_ranks` has read, until its next method call."""
 _COLUMNS = LogColumns()
 _COLUMNS_OF_BOOKS = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
 _COLUMNS_OF_MOVIES = LogColumns(
     item="movie", rating="rating", item_features=("genres", "year"), ties="shuffle"
 )
+
+
+class _Rows(NamedTuple):
+    """Rows of a log that training uses."""
+
+    log: "LogTable"
+    num_rows: int
+    """Number of rows in the data, including other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +86,37 @@ class LogSource(ABC):
 
     def fit(self) -> "Features":
         """Learn vocabularies from the log."""
-        from meshrec.data.logs import counted_rows, fit_log
+        from meshrec.data.logs import fit_log
+
+        return fit_log(self._rows().log, users=not self.windows)
+
+    def fit_on_ranks(self, axis: "Axis", tell: Callable[[float], None]) -> "Features | None":
+        """Learn vocabularies on all ranks together; see `RankFittedSource`.
+
+        Every rank reads the whole log, which `dataset` then needs, and counts a share of the rows.
+
+        Args:
+            axis: the ranks.
+            tell: called with the finished share of this rank's work, from 0 to 1.
+        """
+        from meshrec.comms.agreement import together
+        from meshrec.data.logs import fit_log_on_ranks
+
+        with together(axis, "reading the log"):
+            rows = self._rows()
+        features = fit_log_on_ranks(rows.log, axis, users=not self.windows)
+        # `interactions` takes the rows instead of reading the log again. The source is frozen.
+        self.__dict__[_KEPT_ROWS] = rows
+        tell(1.0)
+        return features
+
+    def _rows(self, data: Any = None, features: "Features | None" = None) -> "_Rows":
+        """Read the rows that training uses; see `read` for the arguments."""
+        from meshrec.data.logs import counted_rows
 
         faults = self._faults()
-        return fit_log(counted_rows(self.read(faults), faults), users=not self.windows)
+        log = self.read(faults, data, features)
+        return _Rows(counted_rows(log, faults), log.table.num_rows)
 
     def all_rows(self) -> Any:
         """Return a copy of the source that holds out nothing, and trains on all items."""
@@ -120,12 +159,11 @@ class LogSource(ABC):
             features: fitted features.
             data: another log; None: the recipe's log.
         """
-        from meshrec.data.logs import counted_rows, interactions
+        from meshrec.data.logs import interactions
 
-        faults = self._faults()
-        log = self.read(faults, data, features)
-        rows, num_rows = counted_rows(log, faults), log.table.num_rows
-        return interactions(rows, features, num_rows=num_rows, hashed=self.key, seed=self.seed)
+        kept: _Rows | None = self.__dict__.pop(_KEPT_ROWS, None)
+        rows = kept if data is None and kept is not None else self._rows(data, features)
+        return interactions(rows.log, features, num_rows=rows.num_rows, hashed=self.key, seed=self.seed)
 
     @property
     def key(self) -> "Key | None":
@@ -189,6 +227,19 @@ class Log(LogSource, DataSource):
         return fit_histories(
             self._files(), self.histories, self._faults(), users=not self.windows, memory=self._memory
         )
+
+    @override
+    def fit_on_ranks(self, axis: "Axis", tell: Callable[[float], None]) -> "Features | None":
+        from meshrec.comms.agreement import together
+
+        if self.histories is None:
+            return super().fit_on_ranks(axis, tell)
+        features = None
+        with together(axis, "building the histories"):
+            # In threads. The other ranks find the folder built.
+            if axis.rank == 0:
+                features = self.fit()
+        return features
 
     @override
     def interactions(self, features: "Features", data: Any = None) -> "LoggedUsers":
