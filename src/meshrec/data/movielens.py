@@ -177,7 +177,7 @@ def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple
         ratings: rating per sample, [N].
         liked_from: minimum rating for the label 1, or a threshold per label.
     """
-    # float) else list(liked_from) | A single threshold gives labels [N] below.
+    # A list also for a single threshold, whose labels have the shape [N] below.
     thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
     names = tuple(f"from_{threshold:g}" for threshold in thresholds)
     if not names or len({*names}) < len(names):

@@ -104,8 +104,7 @@ class ParquetTables:
         return [range(start, stop) for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)]
 
     def tables(self, runs: range) -> Iterator[tuple[int, pa.Table]]:
-        """Read the selected tables of some runs. Yields the number of selected rows before a table, and the
-        table.
+        """Yield the selected tables of some runs, each after the number of selected rows before it.
 
         Args:
             runs: run numbers.

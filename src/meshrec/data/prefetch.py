@@ -24,8 +24,7 @@ class Prefetch(Generic[T]):
     """Iterator and context manager that reads ahead in a background thread; see `prefetch`."""
 
     def __init__(self, iterable: Iterable[T], depth: int) -> None:
-        # _Error | _End] = queue.Queue(depth) | Holds items read ahead; filled by the thread, which waits
-        # while the queue is full.
+        # Items read ahead. The thread fills the queue, and waits while it is full.
         self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
         # Set once, by `close` or the finalizer: the thread ends, and iteration stops.
         self._stop = threading.Event()

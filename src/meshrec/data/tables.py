@@ -172,7 +172,7 @@ def table_dataset(
     """
     check_seed(seed)  # before the first pass over the files
     faults = Faults(on_error)
-    # None] | In the order of `Part`.
+    # Training, validation and test data, in the order of `Part`; None: no such data.
     sources: Sequence[Source | None]
     if split is None:
         paths = (train, validation, test)

@@ -219,7 +219,6 @@ class HSTURanker(nn.Module):
         """
         lengths_B = rows_by_feature[self.features.history[0]].lengths().long()
         context_B = torch.ones_like(lengths_B)
-        # A sample without attributes and history is padding, and has no tokens before its candidates.
         if self.features.contextual:
             context_B = (
                 (rows_by_feature[self.features.contextual[0]].lengths() > 0) | (lengths_B > 0)

@@ -368,7 +368,6 @@ class _RankRun:
 
     def _write_inputs(self, trainer: Trainer) -> None:
         """Write ``config.json`` and the plan to the run folder, on rank 0. Collective."""
-        # Collective, so before other ranks return.
         # Collective, so before the other ranks return.
         hosts = Counter(self._ranks.collect(socket.gethostname()))
         if not self._ranks.is_first:

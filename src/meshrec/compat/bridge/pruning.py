@@ -50,8 +50,9 @@ def pruned(module: nn.Module) -> nn.Module:
 
 
 def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
-    """Return a collection with only the first rows of some tables, as views; itself if it has none of the
-    tables.
+    """Return a collection with only the first rows of some tables, as views.
+
+    If the collection has none of these tables, it is returned unchanged.
 
     Args:
         collection: collection to prune.

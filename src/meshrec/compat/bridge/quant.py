@@ -133,7 +133,8 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     See ``EmbeddingBagCollection``. With ``need_indices``, results carry the IDs as weights.
     """
 
-    _need_indices = False  # of collections that a quantised model brings along
+    # For collections that are loaded or copied without the constructor.
+    _need_indices = False
 
     def __init__(
         self,

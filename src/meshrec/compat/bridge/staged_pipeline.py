@@ -13,7 +13,8 @@ from meshrec.distributed import LazyAwaitable, ShardedEmbeddingBagCollection, Sh
 from meshrec.pipeline.in_flight import BatchInFlight, Collection, Path, object_at, path_to
 from meshrec.sparse import KeyedJaggedTensor
 
-_MAX_BATCHES = 4  # whose lookups are under way: the model may leave a batch out
+# Batches whose exchange has started. Limited, because the model may never read a batch.
+_MAX_BATCHES = 4
 
 
 @dataclass

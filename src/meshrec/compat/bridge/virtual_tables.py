@@ -67,7 +67,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """Describes the threshold, which has no effect: the table evicts when it reaches ``max_rows``."""
+        """The threshold as text for the log. It has no effect: the table evicts at ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 
@@ -118,7 +118,7 @@ class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
     @property
     def left_out(self) -> str:
-        """Describes the threshold, which has no effect: the table evicts when it reaches ``max_rows``."""
+        """The threshold as text for the log. It has no effect: the table evicts at ``max_rows``."""
         return f"eviction_threshold={self.eviction_threshold}"
 
 

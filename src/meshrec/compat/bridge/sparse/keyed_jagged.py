@@ -413,7 +413,8 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
             weights=weights,
             lengths=lengths,
             offsets=None,
-            stride=self.stride(),  # the batch's, which the keys that are left may not tell
+            # Given, because it cannot be computed if no key is left.
+            stride=self.stride(),
             stride_per_key_per_rank=None if strides is None else strides[torch.tensor(indices).long()],
             stride_per_key=None,
             length_per_key=[counts[i] for i in indices],

@@ -18,7 +18,8 @@ class KJTContext(NamedTuple):
 
     keys: list[str]
     inverse_keys: list[str] | None
-    stride: int | None  # without keys, where no shape tells it
+    # Batch size. Only set without keys, because no shape determines it then.
+    stride: int | None
 
 
 class KTContext(NamedTuple):

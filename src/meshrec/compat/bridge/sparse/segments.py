@@ -124,8 +124,9 @@ def split_by_key(
     offsets: list[Tensor] = []
     if not compute_offsets:
         return parts, offsets
+    # Lengths of torch.tensor([]), without bags, are floats. As in TorchRec, offsets then lack the leading 0.
     if lengths.is_floating_point():
-        return parts, parts  # as in TorchRec: torch.tensor([]), no bags of no type, and not even the 0
+        return parts, parts
     if variable or lengths.numel() == 0:
         for part in parts:
             offsets.append(to_offsets(part))
