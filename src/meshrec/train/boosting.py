@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve, auc_interval, effective_sizes, score_histograms
 from meshrec.modules.boosted_trees import Branch, Leaf, scale_leaves
+from meshrec.train.lightgbm_import import import_lightgbm
 from meshrec.train.linear import weighted_mean
 from meshrec.train.trees import SAMPLES_PER_THREAD
 
@@ -214,7 +214,7 @@ def _fit_trees(
         The trees, and the sum of their outputs for every held-out sample, [B]. The sums are an empty tensor
         without ``held_out``.
     """
-    lightgbm = needs("lightgbm", "lightgbm")
+    lightgbm = import_lightgbm()
     if not num_trees:
         return [], torch.zeros_like(held_out.logits if held_out is not None else train.logits[:0])
 

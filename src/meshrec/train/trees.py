@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrec.data.faults import needs
 from meshrec.metrics import area_under_curve
 from meshrec.train.evaluation import concat_weights
+from meshrec.train.lightgbm_import import import_lightgbm
 from meshrec.train.linear import weights_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TreeBaseline:
         read: "Callable[[Reader], Iterator[Batch]]",
         tell: Callable[[float], None],
     ) -> None:
-        lightgbm = needs("lightgbm", "lightgbm")
+        lightgbm = import_lightgbm()
         # Most frequent IDs per list feature, which become indicator columns.
         self._lists: dict[str, Tensor] = {}
         self._rows = {feature.name: feature.num_embeddings for feature in dataset.features}

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from meshrec.data import Batch
-from meshrec.data.faults import needs
 from meshrec.models import WideDeep
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.boosted_trees import BoostedTrees, Branch, Leaf
 from meshrec.tables.initial import init_table
 from meshrec.train.architectures import tables_on_meta
 from meshrec.train.boosting import NUM_LEVELS, TreeSamples, fit_boosted, refit_boosted, row_scores
+from meshrec.train.lightgbm_import import import_lightgbm
 from meshrec.train.linear import (
     LabelledSamples,
     Regression,
@@ -153,7 +153,7 @@ class WideDeepConfig(ModelConfig):
         assert isinstance(wide, WideDeep)
         if wide.trees is not None:
             # Check on every rank, although only rank 0 fits, so that all ranks raise the error.
-            needs("lightgbm", "lightgbm")
+            import_lightgbm()
             if getattr(recipe.tables, "weight_decay", 0):
                 raise ValueError(
                     f"model.fit_trees is {self.fit_trees}, and tables.weight_decay is "
