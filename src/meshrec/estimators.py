@@ -52,6 +52,8 @@ from meshrec.train.ranks import choose_device, join
 from meshrec.train.run_folder import CONFIG, RunFolder, finished_refit
 from meshrec.train.tuning import with_options
 
+# A missing package is an error that names the extra to install. It is raised on import, because
+# scikit-learn's base classes are needed for the classes below.
 _base = needs("sklearn.base", "estimators")
 _checks = needs("sklearn.utils.validation", "estimators")
 _multiclass = needs("sklearn.utils.multiclass", "estimators")

@@ -13,7 +13,9 @@ import tyro
 from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+# Recognized before tyro parses, for commands that print their own help page.
 HELP = ("-h", "--help")
+# Word for None on the command line, and in the help page.
 _NONE = "none"
 # Rules by which these commands differ from tyro: for the word none, for lists, and for values that cannot be
 # given on a command line.
@@ -36,7 +38,6 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
     Return None for all other types, to which the rule does not apply.
     """
-    # A rule returns None for types to which it does not apply.
     inner_types = [argument for argument in get_args(info.type) if argument is not NoneType]
     # Not of the form X | None.
     if len(inner_types) != 1 or NoneType not in get_args(info.type):

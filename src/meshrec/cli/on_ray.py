@@ -10,6 +10,7 @@ from meshrec.train.ray import trainer
 
 # Job fields that are passed on to the workers. The others have separate arguments, or do not apply to Ray.
 _FIELDS = ("source", "name", "resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep")
+# The name says Windows and macOS, but Ray reads the variable on every system; see `_connect`.
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 

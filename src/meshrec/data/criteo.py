@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 24
 """Bytes of text parsed at a time."""
+# Columns of Criteo's files after the label: integer counts, and categories.
 _NUM_DENSE, _NUM_IDS = 13, 26
 
 

@@ -15,9 +15,11 @@ _logger = logging.getLogger("meshrec")
 
 _HEAD_BYTES, _HEAD_ROWS = 1 << 16, 100
 """Maximum bytes and rows at a file's start from which the dialect is detected."""
+# The comma is preferred, and comes first; see `dialect_of`.
 _DELIMITERS = ",;\t|"
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """UTF-16 byte order marks. Arrow skips the UTF-8 mark."""
+# Numbers with a decimal comma, such as 3,5. Whole numbers have no decimals, and fit either notation.
 _WHOLE_OR_COMMA = re.compile(r"\s*-?[0-9]+(,[0-9]+)?\s*")
 _WITH_COMMA, _WITH_POINT = re.compile(r"\s*-?[0-9]+,[0-9]+\s*"), re.compile(r"\s*-?[0-9]*\.[0-9]+\s*")
 

@@ -9,6 +9,7 @@ from meshrec.data.arrow import pa, pa_csv, pc
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.samples import Bools, Ints
 
+# Arrow's own conversion would fail for the whole block, so values are tested before it, one by one.
 _PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)? *$"}
 
 

@@ -22,6 +22,7 @@ from meshrec.data.samples import Bools, Ints
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), np.uint8).reshape(256, 2)
 """The two hexadecimal digits of every byte, as ASCII codes, [256, 2]."""
+# Binary values of this width become UUID strings, with dashes.
 _UUID_BYTES = 16
 _UUID_DIGITS = np.array([at for at in range(36) if at not in (8, 13, 18, 23)])
 """Positions of the 32 digits in a UUID string, without dashes."""

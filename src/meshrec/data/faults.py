@@ -30,6 +30,7 @@ REMEDY_OF_COLUMNS = (
 """End of an error message if all rows are damaged, so skipping would leave none."""
 
 
+# Shortens values in messages, so that a long list or text does not fill the screen.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong = 3, 4, 4, 60, 40
 

@@ -21,6 +21,7 @@ _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Compression codec of pyarrow by the last suffix of a file name."""
 
 
+# Compressed text files are decompressed while they are read. Parquet files compress their own columns.
 _TSV_SUFFIXES = (".tsv", *(f".tsv{suffix}" for suffix in _CODECS))
 _JSON_SUFFIXES = tuple(f"{name}{suffix}" for name in (".jsonl", ".ndjson") for suffix in ("", *_CODECS))
 _CSV_SUFFIXES = (".csv", *(f".csv{suffix}" for suffix in _CODECS), *_TSV_SUFFIXES, *_JSON_SUFFIXES)

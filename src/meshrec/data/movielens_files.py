@@ -15,6 +15,7 @@ _GENRES = (
     "unknown|Action|Adventure|Animation|Children's|Comedy|Crime|Documentary|Drama|Fantasy|Film-Noir|Horror|"
     "Musical|Mystery|Romance|Sci-Fi|Thriller|War|Western"
 )
+# Entries that stand for a movie without genres, in several releases of the data.
 _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
 

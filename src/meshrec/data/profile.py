@@ -280,6 +280,7 @@ def _plain_texts(texts: Any) -> Any:
     return texts if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type) else None
 
 
+# In order of preference: a comma is more often part of a text than the others.
 _SEPARATORS = "|;,"
 _SEPARATED = 0.1
 """Minimum share of strings with the separator, in a column with multi-valued strings."""

@@ -17,6 +17,7 @@ from meshrec.metrics.areas import area_under_curve
 
 # U users, T impressions of a user at most, N impressions, I items, C categories
 
+# Number of values per user feature, and of the item and context features.
 _USER_FEATURES = {"age": 8, "country": 50, "device": 5, "language": 20, "tenure": 10}
 _CATEGORIES, _AUTHORS, _SURFACES, _ACTIONS = 20, 100, 4, 2
 _DECAY = 0.7  # factor of a user's interest in a category, per impression

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshrec.data.faults import Faults
 
+# ASCII code of a line break, to count lines in arrays of bytes.
 _NEWLINE = 10
 
 

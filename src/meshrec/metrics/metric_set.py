@@ -16,6 +16,7 @@ from meshrec.metrics.windowed import MetricValues, WindowedSum
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+# Entries in an update's vector of sums, in the field order of `BinarySums`.
 _NUM_SUMS = len(BinarySums._fields)
 # Histograms cover logits in [-16, 16]. Other logits share the outermost bins; sigmoid(16) is 1 - 1e-7.
 _MAX_LOGIT = 16.0

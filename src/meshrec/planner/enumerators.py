@@ -139,7 +139,7 @@ def _row_parts(num_ranks: int, num_nodes: int, rows: int) -> list[int]:
     if num_nodes == 1 and num_ranks <= 16:
         parts = set(range(2, num_ranks + 1))
     else:
-        # Every part count is a candidate. Large groups try only these, to limit the candidates.
+        # Large groups try only these counts, because every count is a candidate for every table.
         parts = {part for part in (2, 3, 4, 6, 8, 12, 16) if part <= num_ranks}
         if num_nodes == 1:
             parts.add(num_ranks)

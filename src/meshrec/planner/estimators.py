@@ -40,6 +40,7 @@ PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_
 - update: fused optimizer step.
 """
 NUM_PHASES = len(PHASES)
+# Positions in `PHASES`, for indexing arrays with an axis of phases.
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
 LENGTH_BYTES = 4

@@ -250,6 +250,7 @@ def _gpu(
     )
 
 
+# Peak rates only. Efficiencies are assumed equal on all GPUs, see `_gpu`.
 _A100 = _gpu(
     name="a100",
     memory_gib=80,
@@ -287,6 +288,7 @@ _CALIBRATED = (
 _KERNEL_FIGURES = tuple(
     name for name in HardwareProfile.__dataclass_fields__ if name.endswith(("_seconds", "_bandwidth"))
 )
+# Measured, except for the memory and the network, which are assumptions.
 _CPU = HardwareProfile(
     name="cpu",
     device="cpu",

@@ -7,6 +7,7 @@ import numpy as np
 
 from meshrec.planner.types import Floats, Ints
 
+# HiGHS treats bounds of at least 1e20 (its option infinite_bound) as infinite.
 INFINITY = 1e30
 # Work (see `Effort`) per solve and per simplex iteration, as multiples of (rows + columns) ** 0.7. The
 # exponent is below 1 because larger programs are sparser.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.plan_file import PlannedShardingPlan
 
+# File in a run folder with measured phases.
 PHASES_FILE = "phases.jsonl"
 WHOLE_PHASES_FILE = "phases_whole.jsonl"
 """File in which a pipelined run records the steps without overlap. In these steps, no exchange

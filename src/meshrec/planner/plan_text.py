@@ -41,7 +41,7 @@ def render_what_if(
     """
     table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")
     for world_size, plan in plans:
-        # No plan fits on so many ranks. The first line of the error says so.
+        # No plan fits on this number of ranks. The first line of the error says so.
         if isinstance(plan, str):
             table.add_row(str(world_size), plan.splitlines()[0], "", "", "", "")
             continue

@@ -26,6 +26,7 @@ from meshrec.train.run_folder import (
 
 # Names of marks, which prove that MeshRec created a folder. A copied run also has the original's mark.
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")
+# Files of a delta: a description, the changed table rows, and the dense part.
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
 
 
@@ -74,7 +75,7 @@ def remove_unstarted(folder: RunFolder) -> None:
     The folder is kept if it was not created for the run, or if it contains other files.
     """
     path = folder.path.resolve()
-    # Retry for up to 0.4 seconds, because other ranks on this host may still write files there.
+    # Retry for up to 0.4 seconds, because other ranks on this host may still write their failures there.
     for _ in range(20):
         marks = run_marks(path)
         if not marks or (path / CONFIG).exists():
@@ -85,7 +86,7 @@ def remove_unstarted(folder: RunFolder) -> None:
             if any(map(created_folder, marks)):
                 remove_empty(path)
             return
-        time.sleep(0.02)  # other ranks of this host write their failures
+        time.sleep(0.02)
 
 
 def _source_files(folder: RunFolder) -> list[str]:

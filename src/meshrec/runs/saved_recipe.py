@@ -20,6 +20,7 @@ T = TypeVar("T")
 _FIXED_OPTIONS = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
 
 
+# End of error messages about options that must not change.
 _REMEDY = "Resume with the recipe that the run was trained with"
 
 

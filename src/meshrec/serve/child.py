@@ -28,6 +28,7 @@ from meshrec.interpreter import interpreter_arguments
 _SIZE = struct.Struct("<Q")
 # File descriptor of the connection in a new interpreter.
 _SOCKET = 3
+# Program of a new interpreter, for parents with several threads, in which a fork is not safe.
 _PROGRAM = "from meshrec.serve.child import run_child; run_child()"
 Work = Callable[[socket.socket], None]
 """Function which a child runs: it answers requests from the socket until the socket is closed."""

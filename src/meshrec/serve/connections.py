@@ -46,6 +46,7 @@ _SINGLE_HEADERS = (
     b"transfer-encoding",
     b"x-timeout-ms",
 )
+# Reason for refusing a complete request, and for dropping the largest incomplete upload.
 _MEMORY_REFUSAL = "unanswered requests take too much memory on the server. Try again later."
 IDLE, HEADER, BODY, UNREAD, REFUSED = "idle", "header", "body", "unread", "refused"
 """States in which a connection waits for the client: to send a request, headers or a body, to read an answer,

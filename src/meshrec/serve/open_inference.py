@@ -50,6 +50,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
     "BF16": np.dtype("<u2"),  # the upper halves of FP32
 }
+# IDs are int64, but the protocol also has UINT64.
 _MAX_INT64 = (1 << 63) - 1
 # MLServer's content type for a column with values other than strings: each value is JSON in a string.
 _JSON_COLUMN = "pd_json"
@@ -62,6 +63,7 @@ _CONTENT_TYPES = {
     "base64": {STRINGS},
     _JSON_COLUMN: {STRINGS},
 }
+# Other names are refused: a misspelled option would otherwise be ignored in silence.
 _REQUEST_FIELDS = frozenset(("id", "parameters", "inputs", "outputs", "model_name", "model_version"))
 _INPUT_FIELDS = frozenset(("name", "shape", "datatype", "parameters", "data"))
 # MLServer adds the HTTP headers as a parameter.

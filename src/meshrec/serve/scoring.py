@@ -21,6 +21,7 @@ from meshrec.serve.service import ScoreRequest, ScoreResult, ScoringService
 
 TIMEOUT = "X-Timeout-Ms"
 """Header with the client's timeout, in ms from when the server sees the request."""
+# Paths of scoring requests. All other paths belong to the FastAPI application.
 _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
 _SAMPLES = re.compile(r"/(?P<kind>predict|embed|recommend)(?:/(?P<model>[^/]+))?")
 _OUTPUTS_OF = {"predict": SCORES, "embed": "vectors", "recommend": "vectors"}

@@ -37,6 +37,7 @@ _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS_OF_A_BAD_START = 5.0
 # `_Task.requester` once the worker which requested the change has ended.
 _NO_WORKER = -1
+# Signals that the parent passes on to the workers. The first two stop the server, SIGHUP reloads models.
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

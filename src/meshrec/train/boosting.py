@@ -22,6 +22,8 @@ _PATIENCE = 100
 # `row_scores`.
 _SMOOTHING = 20.0
 _MIN_ROW_WEIGHT = 10
+# LightGBM options. Small trees with strong regularization: they only correct the logits of a model that is
+# fitted already. Every tree sees a random part of the samples and inputs.
 _OPTIONS = {
     "objective": "binary",
     # Early stopping uses the metric by which runs select their weights.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _KEPT_ROWS = "_kept_rows"
 """Attribute of a source with the rows that `LogSource.fit_on_ranks` has read, until its next method call."""
 _COLUMNS = LogColumns()
+# Ratings by a user at the same time are shuffled: if a file is sorted by item, its order would reveal the
+# next item.
 _COLUMNS_OF_BOOKS = LogColumns(min_user_count=5, min_item_count=5, ties="shuffle")
 _COLUMNS_OF_MOVIES = LogColumns(
     item="movie", rating="rating", item_features=("genres", "year"), ties="shuffle"

@@ -24,6 +24,8 @@ from meshrec.train.recipe import ModelConfig
 if TYPE_CHECKING:
     from meshrec.data import Dataset
 
+# Defaults of the field `softmax`. Cosines are in [-1, 1], so they need a low temperature to reach
+# probabilities near 1.
 _DOT_PRODUCTS = SampledSoftmax()
 _COSINES = SampledSoftmax(similarity="cosine", temperature=0.05)
 

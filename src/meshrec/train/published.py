@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CRITEO_COLUMNS = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
 """Columns of ``train.txt`` from Criteo's Kaggle challenge, a file without a header."""
 
+# Category columns. The others are the label `click`, the time `hour`, and a unique `id`.
 _AVAZU_IDS = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
     *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),

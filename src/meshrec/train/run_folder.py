@@ -29,6 +29,8 @@ from meshrec.durable import (
 )
 from meshrec.durable.sealed import SEAL
 
+# Names of files and folders in a run folder. They are part of the format: renaming one would hide the files
+# of older runs.
 CONFIG = "config.json"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
@@ -45,6 +47,8 @@ _KINDS = ("run", "run in a folder of the user")
 """Kinds of marks, which prove that MeshRec uses a folder. The first: MeshRec created the folder, and deletes
 it with the run. The second: the folder existed before, and was empty.
 """
+# Files that exist at most once per run, as a pattern without groups: `FILES` contains it twice, also for
+# temporary files.
 _JSON = r"(?:(?:config|plan|summary|state|features|launch)\.json|features\.arrow)"
 _RECIPE_FIELDS = {"name", "data", "model"}
 """Recipe fields in ``config.json`` that every release has written."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+# Exists only on Linux.
 _PROC = Path("/proc")
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshrec.comms.collectives import blocked
 from meshrec.train.ranks import Ranks
 
+# SIGINT from Ctrl-C, SIGTERM from launchers and batch systems, such as Slurm before it preempts a job.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -11,6 +11,7 @@ from meshrec.train.run_folder import CONFIG, RunFolder
 _logger = logging.getLogger("meshrec")
 RUN_FILES = "run"
 """Folder in the store for a run's small files, next to the run's checkpoints."""
+# Files that another host needs to continue the run, or to show it. Checkpoints are stored separately.
 _VOCABULARIES = "*features.arrow"
 _COPIED_PATTERNS = (_VOCABULARIES, "*.json", "*.jsonl", "*.html", "source/*", "events.out.tfevents.*")
 

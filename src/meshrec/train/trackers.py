@@ -148,6 +148,7 @@ class _Tracker(NamedTuple):
     module: str
 
 
+# The classes import their packages only when created, so this table needs neither of them.
 TRACKERS: Mapping[str, _Tracker] = {
     "mlflow": _Tracker(MLflowObserver, "mlflow.tracking"),
     "wandb": _Tracker(WandbObserver, "wandb"),

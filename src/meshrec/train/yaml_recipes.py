@@ -22,6 +22,7 @@ from meshrec.train.run_folder import to_json
 SUFFIXES = (".yaml", ".yml")
 # Default values in the JSON of features, which YAML leaves out.
 _FEATURES = {"version": 1, "joins": [], "weight": None}
+# End of error messages about a field: the user's next step.
 _REMEDY = "Correct this line; `meshrec recipe to-yaml RECIPE` writes a file to begin with"
 # YAML 1.1 reads 1e-3 as a string, because it requires 1.0e-3. This pattern makes it a float.
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")

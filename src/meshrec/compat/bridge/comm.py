@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 # Set by torchrun and by several MPI launchers. The first that is set wins.
 _SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+# In the same order as the sizes.
 _RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 # TorchRec's assumption for launchers that set none of these: eight GPUs per node.
 _DEFAULT_LOCAL_SIZE = 8

@@ -8,6 +8,7 @@ from meshrec.compat.bridge.plans import is_error
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 from meshrec.planner import types
 
+# Kernels of which `compute_kernels` must name at least one.
 _KERNELS = [kernel.value for kernel in EmbeddingComputeKernel]
 # Options without an effect here, and the reason. Ignoring them in silence would hide a wrong plan.
 _REFUSED = {

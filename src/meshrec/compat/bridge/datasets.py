@@ -17,6 +17,7 @@ CAT_FEATURE_COUNT = 26
 DAYS = 24
 TOTAL_TRAINING_SAMPLES = 4_195_197_692
 """Criteo Terabyte rows in days 0 to 22."""
+# TorchRec's names for files and columns, which programs import.
 DEFAULT_LABEL_NAME = "label"
 DEFAULT_INT_NAMES = [f"int_{index}" for index in range(INT_FEATURE_COUNT)]
 DEFAULT_CAT_NAMES = [f"cat_{index}" for index in range(CAT_FEATURE_COUNT)]

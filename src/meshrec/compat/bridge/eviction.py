@@ -200,6 +200,7 @@ class MCHEvictionPolicy:
         return evicted, admitted
 
 
+# The names are parts of buffer names (`_mch_counts`), so checkpoints contain them.
 _COUNTS = MCHEvictionPolicyMetadataInfo("counts", True, False)
 _LAST_ACCESS = MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)
 

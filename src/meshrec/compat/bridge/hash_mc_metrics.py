@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshrec.compat.bridge.hash_managed_collisions import HashZchEvictionConfig
 
+# Seconds per hour: TorchRec counts the age of IDs in hours.
 _HOUR = 3600
 
 

@@ -42,6 +42,7 @@ DEFAULT_SHARDERS = [
 ]
 
 
+# Kept only so that the getter returns what a program has set.
 _propagates = False
 
 

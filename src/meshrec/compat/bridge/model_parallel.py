@@ -27,6 +27,7 @@ from meshrec.planner import types
 
 # For the whole process: TorchRec programs pass all parameters, fused tables included, to the dense optimizer.
 accept_fused_parameters()
+# DDP communication hooks by the name of the gradient's dtype on the wire.
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 # torch has renamed this argument, and the old name warns.
@@ -279,6 +280,7 @@ def shard_modules(
     ).module
 
 
+# Private in TorchRec, but imported by programs.
 _shard_modules = shard_modules
 
 

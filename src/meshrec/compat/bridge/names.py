@@ -1,5 +1,6 @@
 """Map from TorchRec's names to MeshRec's objects (``module:name``) or modules, by TorchRec module."""
 
+# Common prefixes, and groups of names that several TorchRec modules export.
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
 _CORE_PLAN = "meshrec.plan.sharding_plan"

@@ -26,6 +26,7 @@ _DEFAULTS = {
     "ema_beta": 0.99,
     "min_shrinkage": 0.1,
 }
+# Optimizers whose weight decay is always decoupled in FBGEMM. For others, weight_decay_mode decides.
 _DECAY_IS_DECOUPLED = (specs.Adam, specs.PartialRowWiseAdam, specs.LAMB, specs.PartialRowWiseLAMB)
 # FBGEMM storage and caching options. They do not change results, so they are accepted.
 _WITHOUT_EFFECT = (
@@ -90,6 +91,7 @@ class WeightDecayMode(Enum):
     DECOUPLE = 2
 
 
+# FBGEMM's names. EXACT means that duplicate IDs are added up before the update, as MeshRec always does.
 _SPECS: dict[str, type[OptimizerSpec]] = {
     "SGD": specs.SGD,
     "EXACT_SGD": specs.SGD,

@@ -26,6 +26,7 @@ from meshrec.compat.bridge.planner import (
 from meshrec.compat.bridge.plans import ShardingPlan
 from meshrec.planner import types
 
+# Requests give capacities in GB, as powers of two.
 _BYTES_PER_GB = 1024**3
 _RESERVED = 0.15  # TorchRec's default
 _logger = logging.getLogger("meshrec")

@@ -31,6 +31,7 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 torch.fx.wrap("bag_rows")
 torch.fx.wrap("id_rows")
 
+# Observers may name signed or unsigned dtypes. The result is the same.
 _DATA_TYPES = {
     torch.int8: DataType.INT8,
     torch.qint8: DataType.INT8,
@@ -195,6 +196,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return quantized
 
 
+# TorchRec's default values. Another value is logged, and changes nothing.
 _LAYOUT = {
     "register_tbes": False,
     "quant_state_dict_split_scale_bias": False,

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshrec.compat.bridge.keyed import Forwarding, KeyedOptimizer
 from meshrec.optim.keyed import LiveGroups, LiveMapping
 
+# TorchRec's keys in the optimizer's state dict, so that checkpoints have equal names.
 SEMI_SYNC_GLOBAL_OPTIM_KEY = "semi_sync_global_optim"
 SEMI_SYNC_LOCAL_OPTIM_KEY = "semi_sync_local_optim"
 SEMI_SYNC_GLOBAL_STATE_KEY = "semi_sync_global_"

@@ -34,6 +34,7 @@ ColumnFeature = Number | IdFeature
 _VERSION, _VERSION_WITH_FILE = 1, 2
 """Versions of the JSON format: with vocabularies, and with vocabularies in an Arrow file. Files with another
 version are refused."""
+# Feature classes by the name that the JSON format stores.
 _KINDS = {
     kind.__name__: kind
     for kind in (Number, Hashed, Integer, Key, Vocabulary, Times, Cross, Buckets, DatePart)

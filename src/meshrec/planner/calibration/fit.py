@@ -18,6 +18,8 @@ from meshrec.planner.evaluate import evaluate
 from meshrec.planner.hardware import HardwareProfile, Link
 from meshrec.planner.types import Floats, Topology
 
+# Figures to fit. Bandwidths are fitted as their inverse, seconds per byte, because durations are linear in
+# it.
 _SECONDS = (
     "read_row_seconds",
     "update_row_seconds",

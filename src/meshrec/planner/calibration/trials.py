@@ -28,6 +28,7 @@ from meshrec.sparse import KeyedJaggedTensor
 _logger = logging.getLogger("meshrec")
 _KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
 _ROWS_PER_ID = 12  # of the global batch: tables exceed the caches, and a batch touches a twelfth
+# Maximum rows per table: bounds the memory of trials with large batches.
 _MOST_ROWS = 200_000
 # Uncounted steps at the start of a trial.
 _WARM_UP = 3
@@ -62,9 +63,9 @@ class Trial(NamedTuple):
             Table(
                 name=name,
                 num_embeddings=self.num_rows,
-                # The optimizer with which `_take_steps` trains.
                 embedding_dim=self.dim,
                 pooling_factors=(float(self.bag),),
+                # The optimizer with which `_take_steps` trains.
                 optimizer=OptimizerKind.ROW_WISE_ADAGRAD,
             )
             for name in self._names()

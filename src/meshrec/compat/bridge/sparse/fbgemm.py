@@ -225,6 +225,7 @@ def _segment_sums(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(counts.numel()).index_add(0, segments, values[: segments.numel()])
 
 
+# Schemas as FBGEMM declares them, so that programs can pass arguments by name.
 _OPERATORS = {
     "kt_regroup_arguments(Tensor embs, str[][] keys, int[][] lengths, str[][] groups) "
     "-> (Tensor, Tensor, Tensor, int[])": kt_regroup_arguments,
