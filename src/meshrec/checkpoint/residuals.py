@@ -15,6 +15,7 @@ from meshrec.distributed.error_feedback import ErrorFeedback
 from meshrec.model_parallel import DistributedModelParallel
 
 _log = logging.getLogger(__name__)
+# Below a reserved entry name, so that no entry of the state has the same tensor names.
 _RESIDUALS = f"{RANDOM}.residuals"
 
 
@@ -58,6 +59,7 @@ def set_residuals(
     prefix = _prefix(entry, rank)
     for path, feedback in _feedback_by_module(model).items():
         path_prefix = f"{prefix}{path}."
+        # Also with nothing saved, which drops the residuals of the steps before the load.
         feedback.load(
             {
                 name.removeprefix(path_prefix): tensor
@@ -78,6 +80,7 @@ def warn_residuals_dropped(entry: str) -> None:
 
 def _prefix(entry: str, rank: int) -> str:
     """Return the prefix of the names of a rank's residuals in a checkpoint."""
+    # The dots keep rank 1 apart from rank 10, and an entry from entries with longer names.
     return f"{_RESIDUALS}.{rank}.{entry}."
 
 

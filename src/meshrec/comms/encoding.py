@@ -42,7 +42,7 @@ class Columns(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A run of rows in a message with the same columns."""
+    """Adjacent rows in a message that have the same columns."""
 
     num_rows: int
     columns: Columns

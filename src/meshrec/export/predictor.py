@@ -127,6 +127,7 @@ class Predictor:
     @functools.cached_property
     def raw(self) -> RawValues | None:
         """Conversion from raw values to IDs and dense values; None if the package does not have it."""
+        # Read at first use, so the package may have been replaced since the manifest was read.
         raw = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
         return raw
@@ -257,6 +258,7 @@ class Predictor:
             if group is None:
                 scores = self._program(weights, dense, values, lengths)
             else:
+                # The caller has checked that the package has shared features.
                 assert self._shared_program is not None
                 scores = self._shared_program(weights, dense, values, lengths, group)
         except (ValueError, RuntimeError) as error:

@@ -97,6 +97,7 @@ def sign_package(folder: str | Path, key: "Ed25519PrivateKey") -> None:
     folder = Path(folder)
     lines = [_FIRST_LINE]
     for path in sorted(folder.iterdir()):
+        # Signing again replaces an earlier signature.
         if path.name != SIGNATURE:
             lines.append(f"file {_file_line(path)}")
     statement = ("\n".join(lines) + "\n").encode()
@@ -160,9 +161,8 @@ def _file_line(path: Path) -> str:
 def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
     """Raise DamageError unless a file has the signed size and tree hash."""
     with open_regular(path) as descriptor:
-        size = os.fstat(
-            descriptor
-        ).st_size  # compared first, because hashing a huge sparse file takes very long
+        # Compared first, because hashing a huge sparse file takes very long.
+        size = os.fstat(descriptor).st_size
         if size != num_bytes or tree_hash_of(descriptor, num_bytes, path.name) != tree_hash:
             raise DamageError(f"{path} differs from the signed file")
 

@@ -584,8 +584,9 @@ class TableUpdates:
     ) -> list[_RectangleUpdate] | _SplitUpdate:
         """Prepare the update of the rectangles split by columns. Collective.
 
-        If the statistics over whole rows need only the gradient, a single kernel call can update all
-        rectangles (``_SplitUpdate``). The ranks exchange the same data in both cases.
+        A single kernel call updates all rectangles (``_SplitUpdate``) if the statistics over whole rows need
+        only the gradient, and if all rectangles are trained, at the same step, by this lookup alone.
+        Otherwise every rectangle has a separate update. The ranks exchange the same data in both cases.
 
         Args:
             group: tables with a common rule.

@@ -247,9 +247,10 @@ def unpack_ids(
 def _bags_of_routes(
     received: Tensor, starts: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """Return the bag count of every route in every block.
+    """Return, for every block, the number of bags on each route to this rank.
 
-    If uses differ in bag counts, the counts are read from the messages, which synchronizes with the GPU.
+    A block is the message of a source rank. A route brings the IDs of a feature for a table shard. If
+    features differ in bag counts, the counts are read from the messages, which synchronizes with the GPU.
 
     Args:
         received: all messages, end to end, int32.
@@ -438,7 +439,7 @@ def gather_weight_grads(*arguments: Any) -> Tensor:
     for route, use in enumerate(routes.uses):
         routes_by_key.setdefault(keys[use], []).append(route)
     firsts = accumulate(map(len, routes_by_key.values()), initial=0)
-    # `firsts` ends with the total, for which there is no key.
+    # `firsts` ends with the total, which belongs to no key.
     fields = [
         (first, len(key_routes)) for first, key_routes in zip(firsts, routes_by_key.values(), strict=False)
     ]

@@ -51,9 +51,8 @@ class Fills:
     def run(self) -> None:
         """Run all queued fills, and empty the queue."""
         if self._parts:
-            memory = [
-                part.data for part in self._parts
-            ]  # .data keeps the tensors' version counters unchanged, see ``WriteCounter``
+            # ``data`` keeps the tensors' version counters unchanged, see ``WriteCounter``.
+            memory = [part.data for part in self._parts]
             operators.fill_slots(memory, self._slots, self._values)
             self._parts, self._slots, self._values = [], [], []
 

@@ -82,7 +82,7 @@ class GrowingRows:
 
     @torch.no_grad()
     def grow(self, num_rows: int, *, num_written: int = 0) -> None:
-        """Add rows with initial values until there are ``num_rows``. Does nothing if there are already.
+        """Add rows with initial values until there are ``num_rows``. Does nothing if there are that many.
 
         Args:
             num_rows: row count afterward.
