@@ -149,6 +149,7 @@ class RowTracker:
                 f"rows are tracked since update {self.first_step}, but since={since} was requested. "
                 "Export whole tables (export_safetensors), or pass a later step."
             )
+        # Resharding replaces this object in the module.
         if any(self._modules[path].tables is not tables for path, tables in self._tables.items()):
             raise ValueError(
                 "the model was resharded after tracking started. Export whole tables, and create a new "

@@ -89,6 +89,7 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
         )
     for part in storage.form.row_parts:
         record = manifest.tensors.get(f"{prefix}{part.name}")
+        # Floating-point rows are converted when they are loaded. Codes cannot be converted.
         if record is None or (storage.bits and record.dtype != part.dtype):
             raise ValueError(
                 f"the checkpoint has no {f'{prefix}{part.name}'!r} of {part.dtype}, which a table of "

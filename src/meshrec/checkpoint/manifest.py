@@ -303,6 +303,7 @@ def _parse_manifest(body: bytes) -> Manifest:
     values = check_object(parse_json(body, MANIFEST), MANIFEST)
     form, version = values.get("format"), values.get("version")
     # Check the version before the fields, because other versions may have other fields.
+    # `type`, because True is an instance of int.
     if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"{MANIFEST} is {str(form)[:40]!r} of version {str(version)[:40]!r}, and this release reads "

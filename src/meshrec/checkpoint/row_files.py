@@ -299,6 +299,7 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
     is_list = pa.types.is_fixed_size_list(kind) and pa.types.is_floating(kind.value_type)
     if width == 0:
         fits, allowed = pa.types.is_int64(kind), "int64"
+    # A row is a list, also in a table with a single column.
     elif width == 1 and name != _ROW:
         fits, allowed = pa.types.is_floating(kind), "floats"
     else:

@@ -402,6 +402,7 @@ def _find_tables_by_id(
             continue
         for path, target in hashed_targets(item).items():
             prefix = f"{entry}.{path}." if path else f"{entry}."
+            # A table that the checkpoint lacks keeps its rows.
             if partial and f"{prefix}weight" not in manifest.tensors:
                 continue
             check_fits(target, manifest, prefix)
@@ -412,6 +413,7 @@ def _find_tables_by_id(
             _add_slots(tables, state, path, prefix)
         for path, fixed in fixed_targets(item).items():
             prefix = f"{entry}.{path}."
+            # The table was hashed when it was saved, so its rows are found by ID.
             if f"{prefix}{IDS}" in manifest.tensors:
                 check_fits_fixed(fixed, folder, manifest, prefix)
                 tables.fixed[prefix] = fixed
@@ -419,6 +421,7 @@ def _find_tables_by_id(
                 tables.names_by_entry.setdefault(entry, set()).update(names)
                 slots = _add_slots(tables, state, path, prefix)
                 for table in fixed.tables:
+                    # The state of an unsharded table is in an optimizer, not in the table.
                     if isinstance(table, WholeRows):
                         table.tensors.update(slots)
     return tables

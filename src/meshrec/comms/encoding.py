@@ -138,6 +138,7 @@ class RowEncoding(NamedTuple):
             end = start + block.num_rows * sum(units)
             columns = message[start:end].view(block.num_rows, sum(units)).split(units, 1)
             decoded = [
+                # A view with another dtype needs adjacent elements.
                 format.decode(column.contiguous().view(format.unit), width).to(self.kernel_dtype)
                 for column, format, width in zip(
                     columns, block.columns.formats, block.columns.widths, strict=True
@@ -198,5 +199,6 @@ def _layout(blocks: Sequence[Block]) -> tuple[list[int], list[int], list[int], l
         [block.num_rows for block in blocks],
         starts,
         [width for block in blocks for width in block.columns.widths],
+        # `_in_kernels` has checked that every format has a code.
         [code for code in formats if code is not None],
     )

@@ -446,6 +446,7 @@ def _functions() -> dict[str, Any]:
         function = getattr(library, f"meshrec_link_{name}", None)
         if function is None:
             raise _Refused("the compiled kernels have no links: they are for Linux")
+        # Without declared types, ctypes would truncate pointers to 32 bits.
         function.restype, function.argtypes = result, arguments
         functions[name] = function
     return functions

@@ -399,6 +399,7 @@ class _TableTransport:
                         source.live_keys((transfer.r0, transfer.r1))[0],
                         (transfer.c0, transfer.c1),
                     )
+                    # In blocks, which bound the memory for a transfer.
                     for some in keys.split(_TRANSFER_BYTES // keys.itemsize):
                         block = RowBlock(some, columns, {})
                         if transfer.target.rank == self._axis.rank:
@@ -506,6 +507,7 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
         transfer: rows and columns to copy.
         with_per_row: whether blocks also contain values per row, such as row-wise optimizer state.
     """
+    # Hashed tables have no first row: the keys travel as a part without a name.
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
         parts = {name: part for name, part in block.parts.items() if with_per_row or part.dim() > 1}

@@ -229,6 +229,7 @@ class SequenceOutput:
         num_routes = len(self._local_routes)
         parts = [
             batch.keys[starts[first + q] : starts[first + q + 1]].long() + self._local_routes[q].r0
+            # A step of 0 is not allowed, so at least 1 without routes.
             for first in range(0, len(starts) - 1, max(num_routes, 1))
             for q, *_ in self._local_lookups
         ]

@@ -208,6 +208,7 @@ def ids_by_key(lookups: tbe.Lookups) -> list[Tensor]:
             argument names, "key" means a route.
     """
     assert lookups.segments is not None
+    # A single read from the device, with the ends of all segments.
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()
     num_keys = lookups.num_keys
     num_blocks = (len(bounds) - 1) // max(1, num_keys)

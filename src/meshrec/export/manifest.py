@@ -141,6 +141,7 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
     ]
     lines += [f"feature {feature}" for feature in manifest["features"]]
     for record in (WeightRecord(**weight) for weight in manifest["weights"]):
+        # The number of dimensions comes first: it tells a reader how many sizes follow.
         shape = " ".join(map(str, [len(record.shape), *record.shape]))
         lines.append(f"weight {record.dtype} {shape} {record.offset} {record.name}")
     return "\n".join(lines) + "\n"
@@ -322,6 +323,7 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
         check_string(values["dtype"], f"the dtype of {name!r}", allowed=tuple(_ITEM_SIZES))
         check_integers(values["shape"], f"the shape of {name!r}")
         offset = check_integer(values["offset"], f"the offset of {name!r}")
+        # No gap except for the alignment, so every byte of the file belongs to a weight.
         if offset != end + -end % ALIGNMENT:
             raise DamageError(f"{name!r} is at {offset:,}, but the previous weight ends at {end:,}")
         end = check_integer(offset + WeightRecord(**values).num_bytes, f"the end of {name!r}")

@@ -327,6 +327,7 @@ def _check_arguments(
             )
     inputs = [*features, *([DENSE] if num_dense else [])]
     unknown = [name for name in shared if name not in inputs]
+    # If all inputs were shared, the samples of a group would not differ.
     if unknown or (shared and set(inputs) <= set(shared)):
         raise ValueError(
             f"shared must name some of {inputs}, not all of them, got {list(shared)}. "

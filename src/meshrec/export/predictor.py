@@ -314,6 +314,7 @@ class Predictor:
         Raises:
             ValueError: the group has an invalid shape or dtype, or names a row that was not given.
         """
+        # Any shared feature will do, because `_check` compares the number of rows of the others with it.
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")

@@ -420,6 +420,7 @@ def _unaliased_node(index: Any) -> Any:
     while isinstance(index, Node):
         source: Any = index.args[0] if index.args else None
         if index.target in _UNCHANGED and isinstance(source, Node):
+            # A cast changes the values, so its result is no alias.
             if source.meta["val"].dtype != index.meta["val"].dtype:
                 break
             index = source

@@ -177,6 +177,7 @@ def vectors_of_raw_items(predictor: Predictor, items: "Table") -> Floats:
     for wrong in predictor.raw.wrong_columns(items.schema):
         raise ValueError(f"the items: {wrong}. Pass the columns used in training.")
     chunks = []
+    # At least one chunk, so that an empty table gives an array of the right width.
     for start in range(0, max(items.num_rows, 1), _CHUNK):
         encoded = predictor.raw.encode(items.slice(start, _CHUNK))
         values, lengths = (

@@ -38,6 +38,7 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
     if folder.exists():
         raise ValueError(f"{folder} exists already. Name another repository, or remove it.")
     with durable_folder(folder) as parts:
+        # Triton expects a folder per version of a model.
         (parts / "1").mkdir()
         (parts / "1" / "model.py").write_text(_MODEL)
         shutil.copytree(

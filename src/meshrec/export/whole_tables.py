@@ -84,6 +84,7 @@ def with_served_tables(model: nn.Module) -> tuple[nn.Module, dict[str, ServedRow
         prefix, holders = served.table_holders()
         for config, weight in child.tables().values():
             if config.name not in hashed:
+                # Fixed tables share the memory of the model.
                 holders._modules[config.name].weight = weight
                 continue
             rows = ServedRows(hashed[config.name])

@@ -130,6 +130,7 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
 
 def _check_not_shared(trained_tables: Mapping[str, list[TrainedTable]]) -> None:
     """Raise ValueError if two collections share a parameter, because both would update it."""
+    # Tensors hash by identity, so this finds shared parameters, not equal ones.
     owner: dict[Tensor, str] = {}
     for path, tables in trained_tables.items():
         for table in tables:

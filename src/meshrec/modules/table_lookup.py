@@ -374,6 +374,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
             seed_name=config.seed_name,
         )
     storage = storage_for(config.data_type)
+    # The module may have been cast after its construction, as by `half()`.
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
     dtype = weight.dtype if was_cast and weight is not None else storage.dtype
     if config.storage is not None:

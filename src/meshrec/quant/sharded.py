@@ -170,6 +170,7 @@ class _QuantizedTables:
                     target[first : first + len(block.keys)] = self._encode_block(
                         table.rectangle.table, block, params
                     )
+            # Quantized rows are not trained, so they have no optimizer state.
             no_state: list[list[Tensor]] = [[] for _ in packing.rectangles]
             converted.append(
                 parameter_shard(nn.Parameter(rows, requires_grad=False), packing, no_state, None)

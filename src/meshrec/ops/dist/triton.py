@@ -319,6 +319,7 @@ def scatter_pooled(*arguments: Any) -> tuple[Tensor, Tensor]:
     sent = torch.empty(batch * sum(dims), dtype=dtype, device=device)
     local = torch.empty(batch, local_dim, dtype=torch.float32, device=device)
     columns = 1 << (groups.max_columns - 1).bit_length()
+    # Row tiles by pieces. CUDA refuses a grid with a dimension 0.
     grid = ceil_div(batch, _TILE // columns), len(groups.pieces)
     if 0 not in grid:
         triton_kernels.scatter_columns[grid](

@@ -223,6 +223,7 @@ def decode_rows(
     inside = lanes < dim
     at = first_byte + row * row_bytes
     if FORMAT == 0:
+        # Byte by byte, because rows may start at any byte.
         word = tl.load(message + at + lanes * 4, inside, 0).to(tl.int32)
         for k in tl.static_range(1, 4):
             word = word | (tl.load(message + at + lanes * 4 + k, inside, 0).to(tl.int32) << (8 * k))
@@ -232,6 +233,7 @@ def decode_rows(
         half = half | (tl.load(message + at + lanes * 2 + 1, inside, 0).to(tl.int32) << 8)
         if FORMAT == 1:
             x = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            # As in wire_naive: the NaN bits do not depend on the device.
             nan = ((half & 0x8000) << 16) | 0x7FC00000 | ((half & 0x3FF) << 13)
             x = tl.where((half & 0x7FFF) > 0x7C00, nan, x.to(tl.int32, bitcast=True)).to(
                 tl.float32, bitcast=True
@@ -242,6 +244,7 @@ def decode_rows(
         TOP: tl.constexpr = 127 if FORMAT == 3 else 7
         scale_bits = _load_word(message, at)
         midpoint = _load_word(message, at + 4).to(tl.float32, bitcast=True)
+        # The two lowest bits of the scale are flags, see wire_naive.
         kind = scale_bits & 3
         scale = (scale_bits & -4).to(tl.float32, bitcast=True)
         if FORMAT == 3:

@@ -196,6 +196,7 @@ def _lars(w, g, m_at, inside, first, stats, hyper, DECAY: tl.constexpr, STATS: t
     w_norm = tl.sqrt(_sum_of_squares(w, stats, first, _WEIGHT_SUM, STATS))
     g_norm = tl.sqrt(_sum_of_squares(g, stats, first, _GRADIENT_SUM, STATS))
     both = (w_norm > 0) & (g_norm > 0)
+    # Rows without a norm get the divisor 1, and their quotient is not used.
     scale = tl.where(both, g_norm + decay * w_norm + _load_hyper(hyper, _EPS), 1.0)
     local = tl.where(both, _load_hyper(hyper, _TRUST) * w_norm / scale, 1.0)
     m = _load_hyper(hyper, _MOMENTUM) * tl.load(m_at, inside, 0.0)

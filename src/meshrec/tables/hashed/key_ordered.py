@@ -127,6 +127,7 @@ class KeyOrderedRows:
                 assert isinstance(block.keys, range)
                 keys = self._keys[block.keys.start - self._first : block.keys.stop - self._first]
                 parts = {name: values for name, values in block.parts.items() if name != IDS}
+                # A block may have only IDs, which are not loaded.
                 if parts:
                     yield RowBlock(keys, self._store.columns_at(block.columns), parts)
 

@@ -194,6 +194,7 @@ class RowStore:
             targets = {part.name: view for part, view in zip(form.row_parts, views, strict=True)}
         first, end = (form.part_column(column - r.c0) for column in block.columns)
         for name, values in block.parts.items():
+            # Parts in the file have no tensor in memory.
             if (target := targets.get(name)) is not None:
                 local = target if target.dim() == 1 else target[:, first:end]
                 local[slots] = values.to(target.dtype)
