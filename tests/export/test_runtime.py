@@ -152,7 +152,7 @@ def waits_for_input(process):
     return call[:2] == [read, "0x0"]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/syscall"), reason="sees in /proc that the weights are mapped")
+@pytest.mark.skipif(not os.path.exists("/proc/self/syscall"), reason="reads /proc")
 @pytest.mark.parametrize("how", ["mapped", "copied"])
 def test_a_file_that_is_cut_short_does_not_end_a_program(program, copied, requests, how):
     """The program opens the package first and then reads its standard input."""

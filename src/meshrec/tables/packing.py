@@ -95,13 +95,7 @@ class Packing:
         ]
         grads = [part.grads.reshape(-1, self._width) for part in parts]
         # Coalesced by construction: rows are distinct, and ascend within and across rectangles.
-        return torch.sparse_coo_tensor(
-            torch.cat(rows)[None],
-            torch.cat(grads).to(dtype),
-            self.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+        return _sparse(torch.cat(rows)[None], torch.cat(grads).to(dtype), self.shape, is_coalesced=True)
 
     def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
         """Split a coalesced sparse gradient of the parameter by rectangle. Inverts ``pack_rows``."""
@@ -117,12 +111,33 @@ class Packing:
 def add_sparse(one: Tensor, other: Tensor) -> Tensor:
     """Return the sum of two sparse gradients as a coalesced sparse tensor."""
     # torch's addition of sparse tensors does not support fp16.
-    return torch.sparse_coo_tensor(
-        torch.cat([one._indices(), other._indices()], 1),
-        torch.cat([one._values(), other._values()]),
-        one.shape,
-        check_invariants=False,
-    ).coalesce()
+    indices = torch.cat([one._indices(), other._indices()], 1)
+    values = torch.cat([one._values(), other._values()])
+    return _sparse(indices, values, one.shape, is_coalesced=False).coalesce()
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
+    """Return a sparse tensor with the given rows of a matrix, without checks.
+
+    Args:
+        indices: row numbers, int64 [1, N].
+        values: rows, [N, width].
+        shape: rows and columns of the matrix.
+        is_coalesced: whether the row numbers ascend, without repetition.
+    """
+    # torch 2.12's sparse_coo_tensor warns that invariants are not checked, even with check_invariants=False.
+    sparse: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        1,
+        shape,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=is_coalesced,
+    )
+    return sparse
 
 
 def _parameter_rows(rows: Tensor, n: int) -> Tensor:
