@@ -182,6 +182,7 @@ void gather_chunk(const Pooled& pooled, Sources& sources, const float* own_rows,
         float* to = rows + sample * out_dim + piece.column;
         const float scale = pooled.scale(piece, sample);
         if (is_local) {
+          // Data-parallel tables are whole, so no other source has these columns.
           copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
           continue;
         }

@@ -361,6 +361,7 @@ MESHREC_BF16 void interact_grad_bf16(const InteractionArgs& a) {
       for (int64_t j = 0; j < count; ++j) column[j * pairs_stride] = next[j];
       next += count;
     }
+    // Two vectors share the lanes, because the bf16 instruction multiplies and adds pairs.
     for (int64_t i = 0; i < num_vectors; i += 2) {
       with_vector<BFloat16, S>(a, sample, i, [&](const auto* low) MESHREC_BF16 {
         const S* high = static_cast<const S*>(a.sparse) + (sample * a.num_sparse + i) * a.dim;
@@ -389,6 +390,7 @@ using Interact = void(const InteractionArgs&);
 template <typename S>
 Interact* interact_of_bf16() {
 #if defined(__AVX512F__)
+  // A CPU with AVX-512 may lack its bf16 instructions.
   if (__builtin_cpu_supports("avx512bf16")) return interact_bf16<S>;
 #endif
   return interact<BFloat16, S>;

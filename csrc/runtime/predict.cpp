@@ -95,6 +95,7 @@ int main(int count, char** arguments) {
                           requests.lengths[f].data()});
     }
     for (const float score : predictor.predict(requests.dense.data(), requests.batch, features)) {
+      // Nine digits identify every float.
       std::printf("%.9g\n", static_cast<double>(score));
     }
   } catch (const std::exception& error) {

@@ -173,6 +173,7 @@ Layout read_layout(const std::string& folder) {
       weight.dtype = dtype_of(dtype);
       weight.shape.resize(num_dims);
       for (auto& dim : weight.shape) words >> dim;
+      // The name follows in the line. It is not needed, because the program takes weights by position.
       words >> weight.offset;
       layout.weights.push_back(std::move(weight));
     } else {
@@ -316,8 +317,10 @@ std::vector<float> Predictor::predict(const float* dense, std::int64_t batch,
   const c10::InferenceMode guard;
   std::vector<at::Tensor> inputs = state_->weights;
   const auto tensor = [](const void* data, std::vector<std::int64_t> shape, at::ScalarType dtype) {
+    // from_blob takes no const memory. The program does not write to these inputs.
     return at::from_blob(const_cast<void*>(data), shape, dtype);
   };
+  // In the order in which the program takes them: weights, dense values, IDs, lengths.
   inputs.push_back(tensor(dense, {batch, num_dense()}, at::kFloat));
   for (const auto& feature : given) inputs.push_back(tensor(feature.ids, {feature.num_ids}, at::kLong));
   for (std::size_t f = 0; f < given.size(); ++f) {

@@ -125,6 +125,7 @@ struct SquareArgs {
   float* squares;
 };
 
+// The gradient sum, work memory for the formula, and the fp32 copy of a 16-bit row.
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 

@@ -150,6 +150,7 @@ inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
     Run run{a.pairs[first].row, a.pairs[first].slot, 1, a.grads[a.pairs[first].slot]};
     while (first + run.num_pairs < a.num_pairs && a.pairs[first + run.num_pairs].row == run.row)
       ++run.num_pairs;
+    // A single gradient without a factor is used where it is.
     if (run.num_pairs > 1 || a.scales != nullptr) {
       (a.scales != nullptr ? sum_run<true> : sum_run<false>)(a, first, first + run.num_pairs, a.scratch);
       run.grad = a.scratch;

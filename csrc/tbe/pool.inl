@@ -114,6 +114,7 @@ void pool_bags(const PoolArgs a) {  // by value, so that the compiler knows that
     if (a.dim - column >= kLanes) block(std::integral_constant<int, 1>{});
     if (column < a.dim) pool_tail<kWeighted, Rows, Id>(a, column, first, last, end, ahead, count, out);
   }
+  // Before another thread reads the output.
   if (a.past_caches) finish_stores();
 }
 

@@ -43,6 +43,7 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, con
   }
   // Kernels index IDs by batch position, and `slots` starts at the piece's first position.
   const void* by_position = slots != nullptr ? slots - first : batch.ids(0);
+  // With `slots`, rows are known, and can be prefetched, only up to the end of the piece.
   kernels().pool[type][is_wide](
       {weight, row_bytes, lookup.dim, by_position, batch.bags + piece.first_bag, batch.sample_weights,
        piece.num_bags, slots != nullptr ? last : lookup.first_id + lookup.num_ids, lookup.pooling == kMean,

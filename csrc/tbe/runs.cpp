@@ -168,6 +168,7 @@ void Runs::load(const Tensor& saved) {
   is_loaded_ = true;
   const auto* word =
       static_cast<const int64_t*>(saved_->const_data_ptr()) + lasting_bytes() / sizeof(int64_t);
+  // The least size is checked before the number of ranges is read.
   if (saved_->scalar_type() != ScalarType::Long || saved_->numel() < saved_words(0) ||
       saved_->numel() != saved_words(word[0]))
     fail("runs are not those of this batch. Pass what tbe_row_squares gave for it.");
@@ -312,6 +313,7 @@ void Runs::cut(size_t first_chunk, size_t last_chunk) {
   int64_t begin = 0, first_part = 0;
   for (int64_t part = 0; part < table.num_parts; ++part) {
     const int64_t position = ends[part];
+    // Parts with few pairs join the next part. The last part ends a range, unless it is empty.
     if (position - begin < least_pairs(table) && (part + 1 < table.num_parts || position == begin)) continue;
     const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
     ranges.push_back({t, begin, position, first_part << table.shift, end_row, 0});
@@ -327,6 +329,7 @@ void Runs::make_ranges() {
     wave.lane = tables.empty() ? 0 : tables[wave.first_table].lane;
     const std::vector<int64_t> starts = sections(wave.first_range, wave.end_range);
     for (size_t s = 0; s + 1 < starts.size(); ++s) {
+      // Small ranges keep their order, so that each can prefetch rows of the next (`arguments`).
       const auto small =
           std::stable_partition(ranges.begin() + starts[s], ranges.begin() + starts[s + 1],
                                 [&](const Range& range) { return is_large(range, tables[range.table]); });
@@ -403,6 +406,7 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
     arena_->rewind(lane_starts[wave.lane]);
     for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
       TableRuns& table = tables[t];
+      // Only pairs and packed gradients can be saved. The rest is computed again.
       table.pairs = lasting.take<Pair>(table.num_pairs);
       if (table.pack) table.packed = lasting.take<float>(table.num_grads * table.dim);
       table.grads = arena_->take<const float*>(table.num_slots);
@@ -477,6 +481,7 @@ const Pair* Runs::sorted(const Range& range) const {
   Pair* pairs = tables[range.table].pairs + range.begin;
   const Pair* found = sort_by_row(pairs, spare.data(), count, uint32_t(range.first_row),
                                   uint32_t(range.end_row - range.first_row));
+  // Kept memory stays valid until this thread sorts the next range. Fresh memory ends here.
   if (&spare == &kept || found == pairs) return found;
   std::copy_n(found, count, pairs);
   return pairs;
