@@ -537,8 +537,8 @@ def _allocate(
         for table in shard.tables:
             source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
             first = functools.partial(_initial_blocks, table.rectangle, source, rule, seed)
-            # Rows of a module on `meta` are drawn at random, which may wait until they are first used. Rows of
-            # another module are copied now.
+            # Rows of a module on `meta` are drawn at random, which may wait until they are first used.
+            # Rows of another module are copied now.
             initialize_rows(table, first, lazily=source.weight.is_meta)
     return shards
 
