@@ -22,8 +22,8 @@ class QuantizeOptions(RunOptions):
     """Quantize the tables in a run's model for inference, and write the model as a checkpoint.
 
     With --max-loss, every table gets the smallest precision that the loss budget allows, measured on the
-    run's validation data. If the run has a refit on all rows (--final all), the budget is measured on the
-    first fit, because the refit has learned from the validation data; the refit is then quantized.
+    run's validation data. A refit on all rows (--final all) has learned from this data. Its precisions are
+    therefore measured on the first fit, and the refit is then quantized.
     """
 
     out: Path

@@ -53,8 +53,8 @@ class RowChecks(NamedTuple):
     def of_first(self, num_rows: int) -> "RowChecks":
         """Return checks for the first rows only, which update the same mask.
 
-        Example: the columns that all samples in a request share are a table with a single row, so only the
-        first mask entry is needed for them.
+        Example: samples in a request may share columns, which are a table with a single row. Its checks need
+        only the first mask entry.
         """
         return self._replace(valid=self.valid[:num_rows])
 

@@ -33,9 +33,9 @@ def new_user_scores(log: Interactions, stops: Ints) -> Floats:
 
     The weights are selected in two trials. In the first trial, counts over half the users predict the first
     items in the other half. In the second trial, counts over early interactions predict the first items for
-    the users who came last. A trial measures DCG@10. Plain popularity counts all interactions only. Among
-    the candidate weights whose DCG is at least that of plain popularity in both trials, the function takes
-    the weights with the largest mean gain.
+    the users who came last. A trial measures DCG@10. Plain popularity counts all interactions only. Weights
+    are candidates if their DCG is at least that of plain popularity in both trials. The candidate with the
+    largest mean gain is used.
 
     Args:
         log: interactions.

@@ -289,9 +289,10 @@ _SEPARATED = 0.1
 def _find_separator(column: Column, texts: Any) -> None:
     """Detect a multi-valued string column, such as "rock|jazz", and set its separator and list statistics.
 
-    The separator is the first of ``|``, ``;`` and ``,`` that at least a tenth of the strings contain, and
-    that splits the strings into at least 2 distinct values, at most half as many as there are distinct
-    strings. The second condition excludes sentences: they contain commas, but their parts rarely repeat.
+    The separator is the first of ``|``, ``;`` and ``,`` that satisfies two conditions. At least a tenth of
+    the strings contain it. It splits the strings into at least 2 distinct values, at most half as many as
+    there are distinct strings. The second condition excludes sentences: they contain commas, but their parts
+    rarely repeat.
 
     Args:
         column: profile of the column, changed in place if a separator is found.

@@ -1,8 +1,8 @@
 """Proposal of crosses and number ranges as features, if they predict a binary label better than the columns.
 
-A cross combines the values of two columns into one ID. A range is a bucket of numbers. In a quick trial on
-sampled training rows, a logistic regression with and without the candidate is fitted on half the rows, and
-compared on the other half. A candidate is proposed if it lowers the log loss by much more than chance.
+A cross combines the values of two columns into one ID. A range is a bucket of numbers. A quick trial fits
+two logistic regressions, with and without the candidate, on half of the sampled training rows. The other
+half compares them. A candidate is proposed if it lowers the log loss by much more than chance.
 
 Shape legend: n rows.
 """

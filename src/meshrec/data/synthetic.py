@@ -37,9 +37,9 @@ Rows = Literal["keys", "hashing_trick", "vocabulary"]
 class Teacher:
     """Known click probability model, from which labels are drawn.
 
-    The model is a factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Its logit is the
-    bias, plus a value per ID, plus a linear function of the dense values, plus a product of two factors per
-    pair of features. Values and factors are hashes of the ID, so no table is stored.
+    The model is a factorization machine (Rendle, 2010), which DLRM and DeepFM can express. Its logit is a sum
+    of four parts: the bias, a value per ID, a linear function of the dense values, and a product of two
+    factors per pair of features. Values and factors are hashes of the ID, so no table is stored.
 
     Args:
         seed: seed for values, factors and dense weights.

@@ -37,9 +37,9 @@ def query_metrics(
       using gradient descent" (2005).
     - ``mrr``: the mean of 1 / position of the first sample with a positive label.
 
-    If samples have equal scores, a metric is averaged over all orders of these samples, as in McSherry and
-    Najork, "Computing information retrieval performance measures efficiently in the presence of tied scores"
-    (2008), and in scikit-learn's ``ndcg_score``. Queries without a positive label are omitted. Collective if
+    If samples have equal scores, a metric is averaged over all orders of these samples, as in scikit-learn's
+    ``ndcg_score``. See McSherry and Najork, "Computing information retrieval performance measures efficiently
+    in the presence of tied scores" (2008). Queries without a positive label are omitted. Collective if
     a process group is initialized.
 
     Args:

@@ -1,7 +1,7 @@
 """Estimate of item frequencies in a stream of batches, for the correction in in-batch losses.
 
 This is algorithm 2 in Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
-recommendations" (2019), but with an estimate per item, while the paper hashes items into buckets.
+recommendations" (2019). Here every item has an estimate, while the paper hashes items into buckets.
 """
 
 import torch
@@ -14,8 +14,9 @@ class ItemFrequency(nn.Module):
     """Module that estimates the share of samples with an item, from the intervals between occurrences.
 
     If an item occurs in every n-th sample on average, the share is 1 / n. The average is the mean over the
-    first ``1 / rate`` batches with the item, and a moving mean afterwards, so it follows changing data. If an
-    item has not occurred in the S samples so far, the share is 1 / (S + 1), as if it were in the next sample.
+    first ``1 / rate`` batches with the item, and a moving mean afterwards, so it follows changing data. An
+    item that has not occurred in the S samples so far gets the share 1 / (S + 1), as if the next sample had
+    it.
 
     Args:
         num_items: Items I; IDs are in [0, I).

@@ -15,8 +15,8 @@ items in the history; an item has the age of the last occurrence.
 The similarity gets a weight only as far as it helps.
 
 The training loss compares a target with all items in the history, and with sampled other items. Sampling
-alone would hardly ever draw an item from the history, and so would not teach the model how many of them are
-not repeated. Evaluation, recommendations and packages compute the same scores from the same history.
+alone would hardly ever draw an item from the history. The model would then not learn how many history items
+are not repeated. Evaluation, recommendations and packages compute the same scores from the same history.
 
 ``o`` and ``t`` are selected on validation data; in training they are 0 and 1. Similarities fit the training
 data better than other data. On other data, they give too much probability to items outside the history, and

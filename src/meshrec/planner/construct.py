@@ -232,8 +232,8 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> State:
     """Return a plan with bytes spread more evenly, by annealing a plan that slightly exceeds `cap` bytes.
 
-    The plan is returned unchanged if it fits, if it is too far above the cap, if the deadline has passed, or
-    if annealing is not available.
+    The plan is returned unchanged if it fits, or is too far above the cap. The same holds after the deadline,
+    and if annealing is not available.
     """
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()

@@ -136,10 +136,10 @@ class _Phase(NamedTuple):
     def factors(self, upper: float, share_U: Floats) -> Floats:
         """Return the factors [Q] to try for scaling loads before they are rounded to integers.
 
-        A factor turns a piece size with a large part of the total load into a small integer, so that rounding
-        loses nothing for such pieces. A factor that turns the limit on a rank's load into nearly an integer
-        is left out, because a cut gains only the limit's fractional part. The array is empty if there are
-        too many kinds.
+        A factor turns a piece size with a large part of the total load into a small integer. Rounding then
+        loses nothing for such pieces. A cut gains only the fractional part of the scaled limit on a rank's
+        load. So factors that scale this limit to nearly an integer are left out. The array is empty if there
+        are too many kinds.
 
         Args:
             upper: limit on a rank's load.

@@ -64,9 +64,9 @@ class Layout(NamedTuple):
 class Problem(NamedTuple):
     """Costs of all candidates, for T tables, Y types, C candidates, P piece groups, K merged phases.
 
-    A type is a set of identical tables, a candidate is a way to split a table of a type into pieces, and a
-    piece group has equal pieces of a candidate. Phases with proportional loads on every rank are merged,
-    because they have the same slowest rank. Candidates are sorted by type, and piece groups by candidate. See
+    A type is a set of identical tables. A candidate is a way to split a table of a type into pieces. A piece
+    group has equal pieces of a candidate. Phases with proportional loads on every rank are merged, because
+    they have the same slowest rank. Candidates are sorted by type, and piece groups by candidate. See
     [Note: planner arrays].
     """
 

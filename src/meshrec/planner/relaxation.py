@@ -23,8 +23,8 @@ from meshrec.planner.types import Bools, Floats
 _MARGIN = 1e-6
 # Number of tables per candidate above which the relaxation uses the candidate.
 _USED = 1e-7
-# Minimum relative gain in the objective for another round of cuts, and the number of cuts above which all are
-# removed, because the program has become too large.
+# Minimum relative gain in the objective for another round of cuts, and the number of cuts above which all
+# are removed. Every cut makes the program larger, and so slower to solve.
 _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
 
 

@@ -143,9 +143,9 @@ def export_run(
 def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
     """Return manifest entries that map weight names in the package to weight names in the trained model.
 
-    A server needs them to apply deltas, which use the trained model's names. A package with only a part of
-    the model, such as a history encoder or a tower, uses other names, lacks some weights, and may have
-    weights computed from others.
+    A server needs the entries to apply deltas, which use the trained model's names. A package may have only
+    a part of the model, such as a history encoder or a tower. Such a package uses other names, lacks some
+    weights, and may have weights computed from others.
 
     Args:
         trained: the trained model.
@@ -348,8 +348,8 @@ def _hashed_rows(table: HashedTable, ids_N: Tensor) -> Tensor:
 def _allocate_rows(model: nn.Module) -> nn.Module:
     """Allocate uninitialized rows for the embedding tables of a model, which were built on the meta device.
 
-    If a table has rows outside an ordinary parameter, such as in a file (`FileRows`), return a copy of the
-    model with a new embedding collection. Without such tables, change and return the given model.
+    Return the given model, changed in place, if the rows of all tables are ordinary parameters. Otherwise,
+    for example with rows in a file (`FileRows`), return a copy with a new embedding collection.
     """
     # Replacements by ID of the replaced module.
     memo: dict[int, nn.Module] = {}

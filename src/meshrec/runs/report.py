@@ -129,8 +129,8 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
     Returns:
         A dict per rank. Entry ``"rank"`` is the rank, and ``"phases"`` has seconds by phase name, the dense
-        part last. For a pipelined run, ``"hidden"`` has, by phase name, the seconds by which the phase would
-        be longer if it did not overlap with other work.
+        part last. A pipelined run also has ``"hidden"``: the seconds per phase that other work hides, because
+        it runs at the same time.
     """
     # Durations without overlap, from measured steps in which the pipeline was switched off.
     whole = dict(_median_phases(folder.whole_phases))

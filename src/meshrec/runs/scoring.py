@@ -202,8 +202,9 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
 def _with_placement(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bool) -> Recipe:
     """Return a recipe whose placement options (how tables are distributed) fit the current ranks.
 
-    The run's plan is used if the run had as many ranks. Otherwise only sharding types are allowed under which
-    scores do not depend on the number of ranks, unless the recipe restricts types or memory itself.
+    The run's plan is used if the run had as many ranks. Otherwise a new plan may use only sharding types
+    under which scores do not depend on the number of ranks. A recipe that restricts types or memory itself
+    keeps its restrictions instead.
 
     Args:
         recipe: the run's recipe.

@@ -234,8 +234,8 @@ class Batcher:
     def _start(self) -> None:
         """Start to score the next batch, unless a batch is running or the queue is empty.
 
-        If the batch is not full and its oldest request may still wait for further requests, set a timer
-        instead, which calls this method again.
+        A batch that is not full waits for further requests as long as its oldest request may wait. A timer
+        then calls this method again.
         """
         if self._num_running or not self._waiting:
             return

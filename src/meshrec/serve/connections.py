@@ -86,7 +86,7 @@ class Connections:
 
     @property
     def refusal(self) -> str | None:
-        """Why a new request would be refused; None if it would be accepted."""
+        """Reason for refusing a new request; None if it would be accepted."""
         if self._num_reserved >= self.limits.max_unanswered and self._largest_upload() is None:
             return f"requests of {self._num_reserved} bytes wait for their answers already"
         if len(self._all) >= self.limits.max_connections and self._slowest(self._all) is None:

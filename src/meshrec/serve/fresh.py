@@ -69,8 +69,8 @@ class Deltas:
     Args:
         folder: folder in which a `DeltaPublisher` writes deltas.
         about: field ``about`` of the package manifest. ``run``, ``step`` and ``published`` tell which delta
-            is next. If the package has only a part of the model, ``trained_names`` maps the package's weight
-            names to the names in training, and ``left_out`` lists the weights that the package lacks.
+            is next. A package with only a part of the model also has ``trained_names``, a map from the
+            package's weight names to the names in training, and ``left_out``, the weights that it lacks.
         weights: package weights by name; changed in place.
         until: number of the last delta to apply; None: all, including future ones.
         codes: how the package is quantized.
@@ -224,8 +224,8 @@ class Deltas:
     def _check_history(self, available: Sequence[int], last: Published) -> None:
         """Raise DeltaError if the package's last delta and the deltas in the folder are from different runs.
 
-        They are if all numbers in the folder are below the number of the last delta, or if the folder has
-        another delta with this number.
+        Two signs show this: all numbers in the folder are below that of the last delta, or the folder has
+        another delta with the same number.
 
         Args:
             available: numbers of the deltas in the folder, ascending.

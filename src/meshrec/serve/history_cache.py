@@ -190,8 +190,8 @@ class IncrementalScores:
     def _rows_of(self, prefixes: list[CachedPrefix | None]) -> TokenCache:
         """Return the cache entries for all histories in a batch as a single `TokenCache`.
 
-        Entries of several histories are copied into one tensor. The entry of a single history is used without
-        a copy, so that new items can be written to the unused capacity at the end of its tensor.
+        Entries of several histories are copied into one tensor. The entry of a single history is not copied:
+        new items can then be written to the unused capacity at the end of its tensor.
 
         Args:
             prefixes: cache entry per history; None for a history without a cached prefix.

@@ -8,7 +8,7 @@ from typing import Any
 from meshrec.serve.models import Repository
 from meshrec.serve.requests import RequestError, Signature
 
-# Error responses by status code, for clients that are generated from the document.
+# Error responses by status code, for every operation with a request body.
 _ERRORS = {
     "400": "What is wrong with the request: feature, sample and id.",
     "404": "No such model or version.",

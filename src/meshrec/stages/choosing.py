@@ -236,9 +236,9 @@ def cut_positions(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
     """Return the cut positions, smallest sets first, and whether the list is complete.
 
     A cut position is a set of units that can run before all other units, as an int with bit u set for unit u.
-    For three units in a chain, the positions are 0b000, 0b001, 0b011 and 0b111. If there are more than
-    `MAX_CUTS` positions, the list has only the sets of the first n units, for every n, and the second result
-    is False.
+    For three units in a chain, the positions are 0b000, 0b001, 0b011 and 0b111. A graph may have more than
+    `MAX_CUTS` positions. The list then has only the sets of the first n units, for every n, and the second
+    result is False.
 
     Args:
         needs: for every unit, the numbers of the units from which it reads results.

@@ -2,8 +2,8 @@
 
 Stages run at the same time, so they would draw from torch's global generator in an arbitrary order. Instead,
 every split (microbatch) has a generator, and each stage passes the generator's state to the next stage
-together with the split. The random values of a split equal the values that the unstaged model draws on the
-samples of this split after ``torch.manual_seed(seed)``, where the seed is `split_seed`.
+together with the split. A split gets the same random values as in the unstaged model, if the unstaged model
+runs on the samples of this split after ``torch.manual_seed``. The seed is `split_seed`.
 """
 
 from typing import Any

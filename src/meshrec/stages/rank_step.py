@@ -58,8 +58,8 @@ class Lane:
     def raise_together(self, error: str | None, cause: BaseException | None) -> None:
         """Raise StageError on all ranks in all lanes if any rank passes an error; otherwise do nothing.
 
-        All ranks raise the same message. It is the message from the lowest rank on which an exception was
-        raised, rather than from ranks which only received an error from another stage.
+        All ranks raise the same message: that of the lowest rank on which an exception was raised. Ranks
+        which only received an error from another stage do not count.
 
         Args:
             error: error message, raised here or received from another stage; None without an error.

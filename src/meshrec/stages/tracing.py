@@ -301,8 +301,8 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 def path_of(node: fx.Node) -> str:
     """Return the path of the submodule which the node calls.
 
-    If the node does not call a submodule, return the path of the innermost submodule with the node in its
-    forward method, or "" if that is the model.
+    Other nodes get the path of the innermost submodule whose forward method contains the node. The model
+    itself has the path "".
     """
     if node.op == "call_module":
         return str(node.target)

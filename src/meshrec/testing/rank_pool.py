@@ -238,8 +238,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
     """Import the module that defines a called function.
 
-    If the module's name leads to the right file, the module is imported by name, because results can be
-    pickled only if their class is in an importable module. Otherwise the file is loaded directly.
+    A module whose name leads to the right file is imported by name. Results can be pickled only if their
+    class is in an importable module. Otherwise the file is loaded directly.
 
     Args:
         task: The call.

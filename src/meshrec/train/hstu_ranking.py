@@ -76,10 +76,10 @@ class HSTURankerConfig(ModelConfig):
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``.
 
-        The form of a feature decides its role. If a sequence shares a table with a single-value feature, the
-        sequence describes the items in the history, and the single-value feature describes the candidate
-        item. Other sequences describe the user's actions on the history items. All other features describe
-        the user. Features without a table are not embedded.
+        The form of a feature decides its role. A sequence describes the items in the history if it shares a
+        table with a single-value feature, which then describes the candidate item. Other sequences describe
+        the user's actions on the history items. All other features describe the user. Features without a
+        table are not embedded.
 
         Raises:
             ValueError: no sequence shares a table with a feature, or the history length is unknown.

@@ -57,9 +57,8 @@ def ranking_baselines(
       user's history. In a second variant, an occurrence counts half as much for every 2, 8 or 32 later items.
       The validation NDCG selects this number.
 
-    Item-kNN learns from the earlier items of the users in the validation data. If these users have more than
-    16 million items in all, it learns only from every second, fourth or eighth user, and so on, and logs the
-    number of users.
+    Item-kNN learns from the earlier items of the users in the validation data. Above 16 million items in
+    all, only every second, fourth or eighth user is used, and so on. The log then states the number of users.
 
     Args:
         dataset: the dataset.

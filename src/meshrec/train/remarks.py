@@ -14,8 +14,8 @@ _CHANCE_DEVIATIONS = 2.0
 def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
     """Return remarks for the user on a finished run.
 
-    There is a remark if the result is not better than chance, if the run was still improving at the end, or
-    if only a sample of users was evaluated.
+    Reasons for a remark: the result is not better than chance, the run was still improving at the end, or
+    only a sample of users was evaluated.
 
     Args:
         summary: ``summary.json`` content.

@@ -205,8 +205,8 @@ class Trainer:
     def _needs_evaluation(self) -> bool:
         """Return whether a resumed run must evaluate first.
 
-        This is so if the recipe evaluates at the end of every epoch, and the checkpoint was saved at the end
-        of an epoch but before the evaluation. A run that is already over does not evaluate again.
+        The checkpoint may have been saved at the end of an epoch, but before the evaluation with which the
+        epoch ends. A run that is already over does not evaluate again.
         """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = (

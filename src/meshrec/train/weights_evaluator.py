@@ -150,10 +150,10 @@ class WeightsEvaluator:
     def favor_current(self) -> None:
         """Raise the AUC that later weights must exceed to become the best weights.
 
-        The new threshold is the validation AUC of the current weights plus a small share of the width of the
-        AUC's 95 % confidence interval. Later weights then do not win merely by chance. Call this method after
-        the current weights have been evaluated on validation data. Without validation data, or without an
-        AUC, it does nothing.
+        The new threshold is the validation AUC of the current weights plus a margin. The margin is a small
+        share of the AUC's 95 % confidence interval, so that later weights do not win merely by chance. Call
+        this method after the current weights have been evaluated on validation data. Without validation data,
+        or without an AUC, it does nothing.
         """
         auc = self.validation.get("auc")
         if auc is not None:

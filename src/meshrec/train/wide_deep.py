@@ -275,9 +275,9 @@ def _out_of_fold_samples(
 ) -> TreeSamples:
     """Return training samples for trees. A sample's label does not contribute to its row scores and logit.
 
-    Every sample belongs to a fold. Its row scores and logit come from a fit to the other folds. Scores fitted
-    to a sample's label would predict this label better than the labels of new samples, and trees would rely
-    on such scores too much.
+    Every sample belongs to a fold. Its row scores and logit come from a fit to the other folds. Scores that
+    were fitted to a sample predict its label better than the labels of new samples. Trees would rely on such
+    scores too much.
 
     Args:
         dataset: the dataset.

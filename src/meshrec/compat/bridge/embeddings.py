@@ -137,7 +137,7 @@ def _unquantized(collection: nn.Module, tables: Sequence[_C], kind: type[_C]) ->
     ]
 
 
-# `isinstance` with these names must hold for MeshRec's configs, so they are no subclasses.
+# `isinstance` with these names must hold for MeshRec's configs. Subclasses would not satisfy this.
 EmbeddingBagConfig = Adapted(embedding_configs.EmbeddingBagConfig, _bag_config)
 EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 

@@ -42,7 +42,7 @@ DEFAULT_SHARDERS = [
 ]
 
 
-# Kept only so that the getter returns what a program has set.
+# Kept only for the getter, which must return the value that a program has set.
 _propagates = False
 
 

@@ -554,7 +554,7 @@ def in_order(features: KeyedJaggedTensor, feature_names: list[str]) -> KeyedJagg
 
 
 def _validate(module: ManagedCollisionModule, keys: object) -> None:
-    """Hook after a state dict was loaded: check the state."""
+    """Check the state. Hook that runs after a state dict was loaded."""
     module.validate_state()
 
 

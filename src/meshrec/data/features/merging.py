@@ -56,8 +56,8 @@ class StateMerger:
 def merge_ranks(state: FitState | None, axis: Axis) -> FitState | None:
     """Merge the states of all ranks. Collective.
 
-    Every rank merges the counts of the values whose hash falls into its share, so that the time for many
-    distinct values is divided among the ranks, too.
+    Every rank merges the counts of the values whose hash falls into its share. The ranks thus divide this
+    work, which takes long for many distinct values.
 
     Args:
         state: state of this rank's rows; None if it has no rows.

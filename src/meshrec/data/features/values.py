@@ -247,8 +247,8 @@ def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
     """Return hashes and mask of a dictionary array, see `hashes_and_missing`.
 
-    Every dictionary value is hashed once. But if the dictionary has more than twice as many values as the
-    array has rows, the array is decoded and every row is hashed.
+    Every dictionary value is hashed once. A dictionary with more than twice as many values as the array has
+    rows would cost more than it saves: then every row is decoded and hashed.
     """
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())

@@ -1,9 +1,9 @@
 """Fit the speeds in a hardware profile to measured phases of training steps.
 
-In the cost model, the duration of a phase is a sum over the figures of the profile (seconds, or seconds per
-byte), each times an amount that depends only on the plan. The model itself provides the amounts: it is
-evaluated on machines where all figures but one are zero. The fit selects the figures whose sums are closest
-to the measured durations.
+The figures in a profile are seconds, or seconds per byte. In the cost model, the duration of a phase is a
+sum over the figures, each times an amount that depends only on the plan. The model itself provides the
+amounts: it is evaluated on machines where all figures but one are zero. The fit selects the figures whose
+sums are closest to the measured durations.
 """
 
 from collections.abc import Mapping, Sequence
