@@ -9,8 +9,8 @@ from meshrec.data.samples import Ints
 # S series of integers. A series is a long array; quantiles or ranks are computed for every series.
 
 _BINS_LOG2 = 16
-"""Binary logarithm of the number of histogram bins. A pass over the data narrows the result interval to one
-bin, 1/65,536 of its size. So two passes suffice for values within 2**32, such as times in seconds."""
+"""Binary logarithm of the histogram bins. A pass over the data narrows the result interval to one bin,
+1/65,536 of its size, so two passes suffice for values within 2**32, such as times in seconds."""
 Blocks = Callable[[], Iterable[Sequence[Ints]]]
 """Function that starts a new pass over S series, and returns an iterable over blocks. A block is a list of S
 arrays: the next values of every series, possibly none. Concatenated over all blocks, they are the series."""
