@@ -404,10 +404,10 @@ class _TableEstimator:
 class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: ignore[misc, name-defined]
     """Classifier for table rows with IDs, strings, lists, times and numbers.
 
-    It trains the wide & deep model that `meshrec inspect` proposes for the data. Any two values make a binary
-    label. A tenth of the rows is validation data, by which the best weights are selected. Another tenth is
-    test data, for the metrics in ``summary_["test"]``. With ``time`` these are the latest rows, otherwise
-    random rows.
+    The model is the wide & deep model that `meshrec inspect` proposes for the data. Any two values make a
+    binary label. A tenth of the rows is validation data, by which the best weights are selected. Another
+    tenth is test data, for the metrics in ``summary_["test"]``. With ``time`` these are the latest rows,
+    otherwise random rows.
 
     Args:
         label: column to learn; None: ``fit`` gets the classes as ``y``.

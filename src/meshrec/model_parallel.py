@@ -252,7 +252,7 @@ class DistributedModelParallel(nn.Module):
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
         """Return a DistributedModelParallel around another model that is already sharded by the same plan.
 
-        It is for inference: the dense part is not data-parallel.
+        The result is for inference: the dense part is not data-parallel.
 
         Args:
             module: the other model, which contains sharded embedding modules.

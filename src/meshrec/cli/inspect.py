@@ -419,7 +419,7 @@ def _column_lines(proposal: "Proposal") -> list[str]:
 def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
     """Return the recipe's source line for the loss, and a list with the class name to import.
 
-    Both are empty for binary labels, because the default loss is used.
+    For binary labels, line and list are empty, because the default loss is used.
     """
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]

@@ -39,7 +39,7 @@ _MIB = 2**20
 def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
     """Return a function that creates the screen observer for a run folder.
 
-    It is a `LiveScreen` on a terminal unless ``quiet``, else a `LineScreen`.
+    The observer is a `LiveScreen` on a terminal unless ``quiet``, else a `LineScreen`.
     """
     console = Console()
     if quiet or not console.is_terminal:

@@ -319,9 +319,9 @@ def read_parquets(
 def open_tables(data: Any, schema: Encoding, faults: Faults, form: CsvFormat = DETECTED) -> Source:
     """Open Parquet files, CSV files or a frame as a source of samples.
 
-    This is an ``open_source`` function for `meshrec.data.tables.table_dataset`. A folder stands for its
-    Parquet files, or for its CSV files if it has no Parquet files. CSV files (``.csv``, also with ``.gz``,
-    ``.bz2`` or ``.zst``) are read into memory, so convert large ones to Parquet once.
+    The function may be passed to `meshrec.data.tables.table_dataset` as ``open_source``. A folder stands for
+    its Parquet files, or for its CSV files if it has no Parquet files. CSV files (``.csv``, also with
+    ``.gz``, ``.bz2`` or ``.zst``) are read into memory, so convert large ones to Parquet once.
 
     Args:
         data: paths, or a frame.

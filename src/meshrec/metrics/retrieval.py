@@ -1,6 +1,6 @@
 """Retrieval metrics (recall, NDCG, MRR) for queries with one relevant item, such as the user's next item.
 
-They are computed from the rank of this item among all candidates.
+All are computed from the rank of this item among all candidates.
 """
 
 from collections.abc import Sequence

@@ -352,9 +352,9 @@ def _describe_write(
 def _module_mode(module: Collection) -> tuple[Any, ...]:
     """Return the settings of a module on which a lookup depends, in addition to IDs and weights.
 
-    They are the identity of the object ``module.tables``, whether gradients are enabled, and
-    ``requires_grad`` for every parameter. They change on all ranks or on none, so all ranks agree on whether
-    a lookup started earlier is still valid.
+    The settings are the identity of the object ``module.tables``, whether gradients are enabled, and
+    ``requires_grad`` for every parameter. Settings change on all ranks or on none, so all ranks agree on
+    whether a lookup started earlier is still valid.
     """
     trained = list(map(operator.attrgetter("requires_grad"), module.parameters()))
     return id(module.tables), torch.is_grad_enabled(), trained

@@ -178,7 +178,7 @@ class Lookahead:
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last batch.
 
-        This becomes known in the ``look_up`` call for the batch before the last batch.
+        The ``look_up`` call for the batch before the last batch finds out.
         """
         return self.has_ended and not self._waiting
 

@@ -29,7 +29,7 @@ class Update:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        # Fused table optimizers, and all other optimizers. Steps of the former come first.
+        # Fused table optimizers, whose steps come first, and all other optimizers.
         self._tables, self._others = _split_optimizers(optimizer)
         # Fixed for the lifetime of this object. Without it, dense gradients are reduced inside the backward
         # pass.

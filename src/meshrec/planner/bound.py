@@ -182,8 +182,8 @@ class _BoxSplit(NamedTuple):
 def _find_split(box: Box) -> _BoxSplit | None:
     """Return the phase and the load at which to split a box; None if the box is too small to split.
 
-    These are the phase and load with which the relaxation would come closest to a plan (`Box.cut_at_K`), if
-    there are any. Otherwise, the box is split in the middle of its widest side.
+    The split with which the relaxation would come closest to a plan (`Box.cut_at_K`) is preferred. Without
+    such a split, the box is split in the middle of its widest side.
     """
     width_K = box.upper_K - box.lower_K
     distance_K = np.abs(box.cut_at_K - box.slowest_K)

@@ -85,7 +85,7 @@ class Rounding:
 
         Args:
             share_C: fractional number of tables that use a candidate at the relaxation's optimum.
-            upper_K: upper limits on T, the slowest rank's load, and thereby on every rank's load.
+            upper_K: upper limits on T, the slowest rank's load, and so on every rank's load.
             admitted_C: mask of the candidates that plans may use.
         """
         cuts = []
@@ -178,11 +178,11 @@ class _Phase(NamedTuple):
 def _max_rounding_loss(total: Floats, count: Floats, fraction_Q: Floats, slope_Q: Floats) -> Floats:
     """Return the most that rounding can lose in an uneven split [Q, U].
 
-    This is the maximum sum of x - F(x) over `count` pieces with loads x and total load `total`. The loss
-    x - F(x) depends only on the fractional part of x. The loss is concave: it increases up to the fractional
-    part `rest`, then decreases linearly to 0. So the sum is largest if all fractional parts are equal. They
-    sum to the fractional part of `total` plus an integer. Only two such sums can be best: the last up to
-    count * rest, and the first above it. The result is the larger loss of the two.
+    The result is the maximum sum of x - F(x) over `count` pieces with loads x and total load `total`. The
+    loss x - F(x) depends only on the fractional part of x. The loss is concave: it increases up to the
+    fractional part `rest`, then decreases linearly to 0. So the sum is largest if all fractional parts are
+    equal. They sum to the fractional part of `total` plus an integer. Only two such sums can be best: the
+    last up to count * rest, and the first above it. The result is the larger loss of the two.
 
     Args:
         total: sum of the scaled piece loads [Q, U].

@@ -204,7 +204,8 @@ class CostModel:
     def needs_row_stats(self, table_N: npt.NDArray[np.integer], columns_N: npt.NDArray[np.number]) -> Bools:
         """Return for every rectangle whether its update needs an all-reduce of row statistics.
 
-        This is so if the rectangle has a part of the columns, and the optimizer needs a sum over whole rows.
+        An update needs it if the rectangle has a part of the columns, and the optimizer needs a sum over
+        whole rows.
 
         Args:
             table_N: table index per rectangle.
@@ -223,7 +224,7 @@ class CostModel:
     ) -> Floats:
         """Return the bytes which every rectangle takes on the rank holding it.
 
-        They comprise weights, optimizer state, incoming IDs, and the buffers for outgoing embeddings and
+        The bytes are for weights, optimizer state, incoming IDs, and the buffers for outgoing embeddings and
         incoming gradients.
 
         Args:
@@ -258,9 +259,8 @@ class CostModel:
     ) -> Floats:
         """Return the bytes for the outputs and gradients of every rectangle on *every* rank.
 
-        These are the receive buffers for embeddings, and the send buffers for gradients, of the rank's own
-        samples. They arise on all ranks, in addition to `rectangle_bytes` on the rank that holds the
-        rectangle.
+        The bytes are for the rank's own samples: buffers to receive embeddings and to send gradients. All
+        ranks need them, in addition to `rectangle_bytes` on the rank that holds the rectangle.
 
         Args:
             table_N: table index per rectangle.
@@ -390,7 +390,7 @@ class CostModel:
     def fixed_seconds(self, usage: UsedCollectives) -> Floats:
         """Return the seconds [NUM_PHASES] which every plan with these collectives takes.
 
-        They comprise kernel launches, the scan of a rank's IDs, and the latencies of collectives.
+        The time is spent on kernel launches, the scan of a rank's IDs, and the latencies of collectives.
         """
         fixed = np.zeros(NUM_PHASES)
         a, p = self.arrays, self.profile
@@ -619,7 +619,7 @@ class CostModel:
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         """Return the stored bytes per row [N] that do not depend on the column count.
 
-        They are optimizer state, `Table.row_bytes` and the hash index.
+        The bytes hold optimizer state, `Table.row_bytes` and the hash index.
         """
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
         result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]

@@ -189,8 +189,8 @@ def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
     """Return for every rectangle whether its partial sums are added within the node before they leave it.
 
-    This is so if all ranks in the rectangle's node hold rows of the same table and columns. The result is
-    False everywhere if the machine does not sum in nodes.
+    Sums are added if all ranks in the rectangle's node hold rows of the same table and columns. The result
+    is False everywhere if the machine does not sum in nodes.
     """
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)

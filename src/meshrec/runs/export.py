@@ -171,7 +171,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class _PackageParts(NamedTuple):
-    """Those arguments of `meshrec.export.export` which depend on the model type.
+    """Arguments of `meshrec.export.export` that depend on the model type.
 
     Attributes:
         model: module to export.

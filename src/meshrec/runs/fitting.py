@@ -27,9 +27,9 @@ def load_data(
     ranks: Ranks,
     tell: Callable[[float], None] = lambda share: None,
 ) -> "Dataset":
-    """Load a run's data. If features must be fitted, the ranks do so once. Collective.
+    """Load a run's data, and fit its features if necessary. Collective.
 
-    If the run folder has fitted features already, they are used.
+    Fitted features in the run folder are used again. Otherwise the ranks fit the features once.
 
     Args:
         source: the recipe's data source.

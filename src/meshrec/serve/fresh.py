@@ -48,7 +48,7 @@ class Freshness(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How the weights of a package are quantized. Deltas (published weight updates) are quantized likewise.
+    """How the weights of a package are quantized, and the deltas (published weight updates) with them.
 
     Attributes:
         types: `DataType` names, such as ``INT8``, by weight name. Floating-point weights are absent.

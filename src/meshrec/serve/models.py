@@ -128,7 +128,7 @@ class ServedModel:
     def freshness(self) -> Freshness:
         """Last applied delta, and the reason if the next delta cannot be applied.
 
-        Both are empty if the model follows no delta folder.
+        Without a delta folder to follow, both fields are empty.
         """
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 

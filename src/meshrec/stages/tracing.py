@@ -136,7 +136,7 @@ class _Tracer(fx.Tracer):
 def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the graph nodes which only read the batch.
 
-    These are the model's arguments, and their attributes and items, such as ``batch.sparse``. No unit
+    Such nodes are the model's arguments, and their attributes and items, such as ``batch.sparse``. No unit
     contains them.
     """
     # A dict serves as a set that keeps the order of the graph.

@@ -110,9 +110,10 @@ def first_samples(reader: "Reader") -> Batch:
 def design_matrix(dataset: "Dataset", samples: Batch, dense: Tensor, *, shared: bool = False) -> Any:
     """Return the input matrix of a linear model, a sparse matrix [B, columns].
 
-    It has a column per feature and table row, a column per dense value, and last a bias column. The entry for
-    an ID follows the table's pooling. With SUM pooling, the entry is 1. With MEAN pooling, it is 1 divided by
-    the number of IDs in the bag. Hashed tables, which find rows by the hash of an ID, have no columns.
+    The matrix has a column per feature and table row, a column per dense value, and last a bias column. The
+    entry for an ID follows the table's pooling. With SUM pooling, the entry is 1. With MEAN pooling, it is 1
+    divided by the number of IDs in the bag. Hashed tables, which find rows by the hash of an ID, have no
+    columns.
 
     Args:
         dataset: the dataset, which determines the tables.

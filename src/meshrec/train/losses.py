@@ -140,7 +140,7 @@ class SquaredError(Loss):
 class Huber(Loss):
     """Huber loss: squared error near the label, and absolute error far from it.
 
-    This limits the effect of outliers.
+    Outliers have less effect than with the squared error.
     """
 
     delta: float = 1.0

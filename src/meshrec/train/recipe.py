@@ -173,9 +173,10 @@ class TableSource(ABC):
     """Seed for shuffle and split."""
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """Return the training, validation and test data, as paths or tables. The latter two may be None.
+        """Return the training, validation and test data, as paths or tables.
 
-        By default, these are the fields ``train``, ``validation`` and ``test``.
+        The defaults are the fields ``train``, ``validation`` and ``test``. Validation and test data may be
+        None.
         """
         train, validation, test = (getattr(self, name) for name in ("train", "validation", "test"))
         return train, validation, test

@@ -49,7 +49,7 @@ def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int
 def winner(summary: Mapping[str, Any]) -> str | None:
     """Return a sentence that compares the model with the best baseline, or None without baselines.
 
-    Both are compared by the leading metric, on test data if there is some, else on validation data.
+    The comparison uses the leading metric, on test data if there is some, else on validation data.
 
     Args:
         summary: ``summary.json`` content.

@@ -300,7 +300,7 @@ def tune(
 def _named_errors(storage: Path) -> Iterator[None]:
     """Context manager that converts SQLite errors: to an OSError if the disk is full, else to a ValueError.
 
-    Both name the file.
+    The new error names the file.
     """
     try:
         yield

@@ -26,8 +26,8 @@ def return_custom_metadata(runtime_meta: torch.Tensor) -> torch.Tensor:
 class BaseManagedCollisionEmbeddingCollection(nn.Module):
     """Embedding collection with an ID remapping step before the lookup.
 
-    It runs on a single rank, because ranks would assign different rows to the same ID. To shard, use tables
-    with hashed keys (``meshrec.Hashed``).
+    The collection runs on a single rank, because ranks would assign different rows to the same ID. To shard,
+    use tables with hashed keys (``meshrec.Hashed``).
 
     Args:
         embedding_module: embedding collection.

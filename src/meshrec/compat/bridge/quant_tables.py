@@ -26,7 +26,7 @@ class TableSpec(NamedTuple):
 class QuantTableGroup:
     """Quantized tables with the same pooling type, and access to their rows on this rank.
 
-    It replaces TorchRec's batched kernel object (TBE, table batched embedding).
+    The group replaces TorchRec's batched kernel object (TBE, table batched embedding).
 
     Args:
         specs: tables.

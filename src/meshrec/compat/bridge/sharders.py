@@ -154,8 +154,8 @@ def _fused_tables(
 ) -> list[str]:
     """Return the tables that get the sharder's optimizer.
 
-    These have the compute kernel ``fused`` and no in-backward optimizer. As in TorchRec, other tables get
-    ordinary gradients.
+    Such tables have the compute kernel ``fused`` and no in-backward optimizer. As in TorchRec, other tables
+    get ordinary gradients.
     """
     fused, unfused = [], []
     for config, weight in module.tables().values():

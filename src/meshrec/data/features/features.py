@@ -241,7 +241,7 @@ class Features(Encoding):
     def columns(self) -> list[str]:
         """Return the columns to read from the data, without duplicates.
 
-        These are the columns of labels, weight, features and join keys, but not the columns added by joins.
+        Columns of labels, weight, features and join keys are read. Columns added by joins are not.
         """
         joined = {column for join in self.joins for column in join.columns}
         names = [label.column for label in self.labels] + ([] if self.weight is None else [self.weight])

@@ -131,8 +131,8 @@ class RequestColumns:
     def table_of(self, columns: Sequence[str]) -> pa.Table:
         """Return a table that has some columns, for a feature that reads them.
 
-        This is the shared table, with a single row, if it has all the columns. Otherwise it is the table with
-        a row per sample, to which shared columns are copied.
+        The shared table, with a single row, is returned if it has all the columns. Otherwise the result is
+        the table with a row per sample, to which shared columns are copied.
 
         Raises:
             DataError: too many bytes would be repeated for the samples.

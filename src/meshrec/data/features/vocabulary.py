@@ -200,7 +200,7 @@ class Vocabulary(IdFeature):
 def _concatenated_lists(first: Values, second: Values) -> Values:
     """Concatenate the lists of every sample: the values in ``first``, then the values in ``second``.
 
-    Both have the same number of samples.
+    The arguments must have the same number of samples.
     """
     samples = np.arange(len(first.offsets) - 1)
     owners = np.concatenate([np.repeat(samples, np.diff(values.offsets)) for values in (first, second)])
