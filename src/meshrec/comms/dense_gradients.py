@@ -193,6 +193,7 @@ class DenseGradients:
         """
         size, rank, sent = self._axis.size, self._axis.rank, bucket.sent
         average = operators.average_ranks
+        # Two ranks exchange all elements, so no second message with means is needed.
         if self._link is None and size == 2:
             peer_gradients = bucket.terms.wait()
             # In rank order on both ranks, for equal bits.

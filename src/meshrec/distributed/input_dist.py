@@ -274,6 +274,7 @@ class InputDist:
             num_keys,
             positions,
             self._router,
+            # The last message is for the data-parallel tables, and stays on this rank.
             self._env.shard.size + 1,
             self._routing.wide,
             self._bounds_check is BoundsCheckMode.ERROR,

@@ -367,6 +367,7 @@ def _owner(
     """
     rectangles = routing.work[rank].rectangles
     # The exchange is by table, not by use, so any use stands for the table.
+    # Reversed, so that the first use of a table replaces the others.
     first_use = {use.table: number for number, use in reversed(list(enumerate(routing.uses)))}
     bands = sorted({(x.table, x.r0, x.r1) for x in rectangles if x.table in first_use})
     lookups = [

@@ -251,9 +251,8 @@ def verify_package(
         if read_regular(folder / LAYOUT, _MAX_BYTES) != layout_of(manifest).encode():
             raise DamageError(f"{folder / MANIFEST} does not match {LAYOUT}")
         for name in (EXPORTED, SHARED_EXPORTED) if manifest["shared"] else (EXPORTED,):
-            saved_interface = extra_file(
-                folder / name, INTERFACE, _MAX_BYTES
-            )  # None in packages from earlier releases
+            # None in packages from earlier releases.
+            saved_interface = extra_file(folder / name, INTERFACE, _MAX_BYTES)
             if saved_interface is not None and saved_interface != interface_of(manifest).encode():
                 raise DamageError(f"{folder / MANIFEST} does not match the interface of {name}")
     except DamageError as error:

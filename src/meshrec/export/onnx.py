@@ -85,6 +85,7 @@ def export_onnx(
         exported = torch.export.export(
             program, inputs, dynamic_shapes=(any_size, any_sizes, list(any_sizes)), strict=False
         )
+        # ONNX lacks this operator, so it is replaced by its plain torch version.
         exported = exported.run_decompositions({torch.ops.meshrec.dot_interaction.default: dot_interaction})
         targets = {str(node.target) for node in exported.graph.nodes}
         if unknown := sorted(target for target in targets if target.startswith("meshrec.")):

@@ -92,6 +92,7 @@ class Program(nn.Module):
                 self._features,
                 values=torch.cat(values),
                 lengths=torch.cat(lengths),
+                # Shared features have a bag per shared row, other features a bag per sample.
                 stride_per_key_per_rank=[[counts_of_feature.shape[0]] for counts_of_feature in lengths],
                 inverse_indices=(self._features, rows_FB),
             )

@@ -259,6 +259,7 @@ class TableCollection(nn.Module, ABC):
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
             )
+        # `fn` of an empty tensor tells the new device and dtype, without moving the rows.
         for config, weight in zip(self._configs, before, strict=True):
             if (
                 config.storage is not None
