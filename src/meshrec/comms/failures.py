@@ -65,7 +65,7 @@ class FailureState:
 
 
 class _Announcement(NamedTuple):
-    """The entry in the store with which a rank announces an error."""
+    """Entry in torch's key-value store by which a rank announces an error to the others."""
 
     failed_at: list[int]
     """Positions of all errors on the rank. A position is the number of collectives which the rank had started

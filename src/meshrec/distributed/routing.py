@@ -256,7 +256,10 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """A line "TABLE <tab> FEATURE" per use, for error messages in kernels; uint8 characters."""
+        """UTF-8 bytes of one line "TABLE <tab> FEATURE" per table and feature that looks up in it.
+
+        Kernels name the table and the feature in their error messages.
+        """
         # Operators take no lists of strings, so the names are passed as a tensor.
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)

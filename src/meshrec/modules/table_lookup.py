@@ -328,7 +328,7 @@ def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.
 
 
 def storage_error(config: BaseEmbeddingConfig, device: torch.device | None) -> str:
-    """Return the error message for an unsharded table with file storage on a real device."""
+    """Return the error message for a table with file storage that is created outside the device ``meta``."""
     return (
         f"table {config.name!r} has storage=FileRows(...), and the module was given the device "
         f"{device or 'cpu'}: an unsharded module would hold the whole table in memory. Build it with "

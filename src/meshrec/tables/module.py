@@ -29,7 +29,7 @@ from meshrec.tables.table import Rectangle, RowBlock, Table
 
 
 class TableSplit(Protocol):
-    """The ranks among which a table is split, as far as its state dict needs them."""
+    """Interface through which a table's state dict learns how the table is split among ranks."""
 
     @property
     def is_split(self) -> bool:
