@@ -343,7 +343,7 @@ def _train_rank(job: Job, *, quiet: bool) -> dict[str, Any]:
 
 
 def _exit_code(summary: dict[str, Any]) -> int:
-    """Return the exit code for a run's summary."""
+    """Return the exit code for a run's summary: 75 requests a restart, 1 means failed, 0 otherwise."""
     if summary.get(RESTART_REQUESTED):
         return _RESTART_EXIT_CODE
     return 1 if summary["state"] == "failed" else 0

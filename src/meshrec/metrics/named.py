@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """How a metric is displayed, and whether it selects the best weights."""
+    """Display name of a metric, which direction is better, and where the metric is used."""
 
     title: str
     """Display name, such as "AUC"."""

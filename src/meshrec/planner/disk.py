@@ -58,7 +58,7 @@ class PlacedTable(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """How all tables are split between memory and files.
+    """Split of all tables between memory and files.
 
     Attributes:
         tables: split per table.

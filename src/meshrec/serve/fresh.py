@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 
 
 class Freshness(NamedTuple):
-    """How fresh the weights of a model are.
+    """Training step that a model's weights have reached, and why they do not follow further deltas.
 
     Attributes:
         delta: number of the last applied delta; None: no delta was applied.
@@ -48,7 +48,7 @@ class Freshness(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How the weights of a package are quantized, and the deltas (published weight updates) with them.
+    """Quantization of a package's weights. Deltas (published weight updates) are quantized in the same way.
 
     Attributes:
         types: `DataType` names, such as ``INT8``, by weight name. Floating-point weights are absent.

@@ -270,15 +270,16 @@ class Repository:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models are unavailable, have an old version or lack deltas, by model name. Empty if all is
-        well.
+        """Reason why a model is unavailable, has an old version or lacks deltas, by model name.
+
+        Models without such a problem are left out.
         """
         reasons = {entry["name"]: entry["reason"] for entry in self.index()}
         return {name: reason for name, reason in reasons.items() if reason not in ("", _UNLOADED)}
 
     @property
     def refusal(self) -> str | None:
-        """Why a scoring request would be refused now; None if it would be answered."""
+        """Reason for refusing a scoring request now; None if the request would be answered."""
         for name in sorted(self.folders):
             served, reason = self._served.get(name), self._reasons[name]
             if served is None and reason != _UNLOADED:

@@ -19,7 +19,7 @@ from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 
 @dataclass
 class BatchingMetadata:
-    """How an inference server batches one input of a model.
+    """Instructions to an inference server for batching one model input.
 
     Args:
         type: ``"dense"`` or ``"sparse"``.

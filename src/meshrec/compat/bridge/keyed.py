@@ -53,7 +53,7 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Hook that is called after a state dict was loaded. Does nothing by default."""
+        """Do nothing. Subclasses override this hook, which is called after a state dict was loaded."""
 
     @property
     def updates_in_backward(self) -> bool:
@@ -180,7 +180,7 @@ class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Hook after loading. Does nothing by default."""
+        """Do nothing. Subclasses override this hook, which is called after a state dict was loaded."""
 
 
 class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
@@ -283,7 +283,7 @@ def apply_torchrec_conventions(optimizer: keyed.KeyedOptimizer) -> None:
 
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
-    """Hook that torch calls after a state dict was loaded: call the optimizer's ``post_load_state_dict``."""
+    """Call the optimizer's ``post_load_state_dict``. torch calls this hook after a state dict was loaded."""
     call_where_defined([optimizer], "post_load_state_dict")
 
 

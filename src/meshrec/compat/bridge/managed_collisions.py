@@ -227,7 +227,7 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @property
     def _metadata(self) -> dict[str, Tensor]:
-        """Return the eviction policy's statistics by name. A statistic has an entry per row."""
+        """Eviction policy's statistics by name. A statistic has an entry per row."""
         names = [info.metadata_name for info in self._eviction_policy.metadata_info if info.is_mch_metadata]
         return {name: self.get_buffer(f"_mch_{name}") for name in names}
 
@@ -554,7 +554,7 @@ def in_order(features: KeyedJaggedTensor, feature_names: list[str]) -> KeyedJagg
 
 
 def _validate(module: ManagedCollisionModule, keys: object) -> None:
-    """Check the state. Hook that runs after a state dict was loaded."""
+    """Check the loaded state (hook after a state dict was loaded)."""
     module.validate_state()
 
 

@@ -44,7 +44,7 @@ class PlannerVariant(str, Enum):
 
 @unique
 class StorageReservationPolicy(str, Enum):
-    """How to reserve memory for other uses than tables. UNSET means HEURISTICAL."""
+    """Policies to reserve memory for other uses than tables. UNSET means HEURISTICAL."""
 
     UNSET = ""
     HEURISTICAL = "heuristical"

@@ -201,6 +201,6 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
 
 
 def _resume(optimizer: torch.optim.Optimizer) -> None:
-    """Hook after a state dict was loaded: set the learning rate for the loaded iteration and stage."""
+    """Set the learning rate for the loaded iteration and stage (hook after a state dict was loaded)."""
     assert isinstance(optimizer, WarmupOptimizer)
     optimizer._set_lr()

@@ -33,7 +33,7 @@ _DISK_WIDTH, _DISK_BATCH = 64, 4096
 
 
 class Sizes(NamedTuple):
-    """How much `calibrate` measures; see `make_trials` and `measure`.
+    """Amount of measurements by `calibrate`; see `make_trials` and `measure`.
 
     Attributes:
         batch_size: samples per rank in the largest trials.

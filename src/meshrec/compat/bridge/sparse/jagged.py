@@ -294,7 +294,7 @@ def padded(
 
 
 def counting(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return a mask of the valid entries in a padded tensor, without the padding, bool [B, T].
+    """Return a mask of the entries in a padded tensor that are not padding, bool [B, T].
 
     Args:
         values: padded tensor [B, T, ...].
