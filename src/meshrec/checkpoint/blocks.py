@@ -82,7 +82,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class FileWriter:
-    """Appends to an open file, and starts to write the page cache to disk every 64 MiB.
+    """Writer that appends to an open file, and starts writeback of the page cache every 64 MiB.
 
     Args:
         descriptor: file open for writing; the caller closes it.

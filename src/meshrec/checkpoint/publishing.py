@@ -22,7 +22,7 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class DeltaPublisher:
-    """Writes deltas of a model during training, from which servers update their copy of the model.
+    """Writer of model deltas during training, from which servers update their copy of the model.
 
     All methods are collective.
 

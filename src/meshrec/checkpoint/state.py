@@ -267,7 +267,7 @@ def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[C
 
     Args:
         stateful_loaders: stateful objects, and functions that load them.
-        undo: receives a function per object. It is added before the load, which may fail halfway.
+        undo: receives a function per object, before the object's load, which may fail halfway.
     """
     for item, load in stateful_loaders:
         # Append before loading, because a load that fails halfway must be undone as well.

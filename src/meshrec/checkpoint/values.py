@@ -21,7 +21,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
     Args:
         value: plain value, tensor, or a container of these.
-        name: position of the value in the state, such as ``model.weight``. A tensor gets it as name.
+        name: position of the value in the state, such as ``model.weight``; also the name of a tensor.
         tensors: receives the tensors by name.
 
     Returns:

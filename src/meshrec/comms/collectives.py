@@ -602,8 +602,8 @@ def _silent_peers(ranks: list[int]) -> str:
     """Find out which ranks do not respond, and return a description for an error message.
 
     Live peers soon report the same failure in the store. The stopped rank may itself host the store, and
-    torch's store calls have no deadline. They therefore run in a daemon thread, which is abandoned if it does
-    not return.
+    torch's store calls have no deadline. This function therefore queries the store in a daemon thread, and
+    abandons the thread if the store does not answer.
 
     Args:
         ranks: global ranks in the failed collective.

@@ -110,7 +110,7 @@ class Reading:
 
         Args:
             reader: function which computes the result directly from the memory of the peers, instead of the
-                copy. It is called with the empty result, the link handle, and the exchange number.
+                copy. Arguments: the empty result, the link handle, and the exchange number.
 
         Raises:
             RuntimeError: a peer died, or did not respond within the process group's timeout; the link then

@@ -74,7 +74,7 @@ class _Mark(NamedTuple):
 
 
 class Recorder:
-    """Records when the phases of a step start.
+    """Record of the times at which the phases of a step start.
 
     Args:
         on_cuda: whether to record CUDA events instead of host times.

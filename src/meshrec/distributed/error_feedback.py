@@ -47,7 +47,7 @@ class _Residuals(NamedTuple):
 
 
 class _ColumnRows(NamedTuple):
-    """For a wire column in a message, the bag to which every row belongs."""
+    """Bags to which the rows of a message belong, for a single wire column."""
 
     column: tuple[int, int]
     """(block number, column number)."""
@@ -58,7 +58,7 @@ class _ColumnRows(NamedTuple):
 
 
 class ErrorFeedback:
-    """Stores a module's residuals, the rounding errors per bag, on the rank which sends the gradients.
+    """Store of a module's residuals, the rounding errors per bag, on the rank which sends the gradients.
 
     For every message, call ``add_residuals``, encode and decode the result, and call ``store_errors``.
     """

@@ -28,7 +28,7 @@ _TRIALS = 3
 
 
 class SortedIdExchange:
-    """Sends IDs to the nodes which have the rows for these IDs.
+    """Exchange of IDs: every ID is sent to the node which has the row.
 
     IDs are sent in runs. A run contains the distinct IDs in a band, ascending, where a band is a row interval
     of a table.

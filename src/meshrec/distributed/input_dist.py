@@ -61,7 +61,7 @@ _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
 
 class InputDist:
-    """Sends a module's IDs to the ranks which have their rows, and unpacks the IDs received from other ranks.
+    """ID exchange of a module: every ID is sent to the rank which has the row, and unpacked there.
 
     For a batch, call ``send_sizes``, then ``send_ids``, then ``unpack`` once the IDs have arrived.
 

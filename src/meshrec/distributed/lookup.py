@@ -44,7 +44,7 @@ class FetchedRows:
 
 
 class LookupTables:
-    """Looks up IDs in rectangles (row and column ranges of tables) on this rank, in a single kernel call.
+    """Lookup in the rectangles (row and column ranges of tables) on this rank, in a single kernel call.
 
     The object also computes gradients. A module has an object for the tables split over ranks, and an object
     for the data-parallel tables, which every rank has completely.

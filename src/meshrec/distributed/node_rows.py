@@ -100,7 +100,7 @@ def inside_node(routing: Routing, env: ShardingEnv) -> tuple[Routing, ShardingEn
 
 
 class NodeRows:
-    """Exchanges rows and gradients between nodes for a module; see [Note: two levels].
+    """Exchange of a module's rows and row gradients between nodes; see [Note: two levels].
 
     For a batch, call ``request_rows``, then ``look_up``, and in the backward pass ``return_gradients``.
 

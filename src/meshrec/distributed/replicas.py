@@ -61,7 +61,7 @@ class ReplicaSizes(NamedTuple):
 
 
 class Replicas:
-    """Sums table gradients over replicas, which are ranks with copies of the same rows.
+    """Table gradient sums over replicas, which are ranks with copies of the same rows.
 
     Args:
         tables: tables on this rank which have copies on all replicas.

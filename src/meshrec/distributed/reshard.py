@@ -59,7 +59,7 @@ class Transfer(NamedTuple):
 
 
 class _BlockHeader(NamedTuple):
-    """Describes a block of rows to the receiving rank, which computes the block's size and layout from it."""
+    """Header from which the receiving rank computes size and layout of a row block."""
 
     target: int
     """Receiving rank."""
@@ -304,7 +304,7 @@ def _num_travelling(transfers: Sequence[Transfer]) -> int:
 
 
 class _TableTransport:
-    """Copies rows and optimizer state from the old tables to the new tables, over all ranks.
+    """Copy of rows and optimizer state from the old tables to the new tables, over all ranks.
 
     Args:
         old: parts of all modules under the old plan.

@@ -24,7 +24,7 @@ from meshrec.tables.updates import TouchedRows
 
 
 class ColumnPeers:
-    """Sums values per row over all ranks which have columns in the row.
+    """Ranks which have columns in the same rows, and sum values per row.
 
     Args:
         routing: the compiled plan.

@@ -57,7 +57,7 @@ from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
 
 
 class GradientSignal:
-    """Lets all ranks decide alike on an optimizer step, through the gradient of the parameter ``signal``.
+    """Parameter ``signal``, through whose gradient all ranks decide alike on an optimizer step.
 
     Some tables collect gradients in the backward pass for a later ``step()``. The optimizer's parameter
     groups contain ``signal``. Before the first backward pass and after ``zero_grad``, no gradients are

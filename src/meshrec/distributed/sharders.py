@@ -121,7 +121,7 @@ class _Sharder:
 
 
 class EmbeddingBagCollectionSharder(_Sharder):
-    """Creates a ShardedEmbeddingBagCollection from an EmbeddingBagCollection and a sharding plan.
+    """Factory of ShardedEmbeddingBagCollection, from an EmbeddingBagCollection and a sharding plan.
 
     Args:
         fused_params: fused optimizer for tables to which ``apply_optimizer_in_backward`` has not attached
@@ -167,7 +167,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
 
 
 class EmbeddingCollectionSharder(_Sharder):
-    """Creates a ShardedEmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
+    """Factory of ShardedEmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
 
     module_type = EmbeddingCollection
 

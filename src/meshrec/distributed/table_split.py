@@ -22,7 +22,7 @@ from meshrec.tables.table import Rectangle, Span
 
 
 class FixedSplit:
-    """Creates the `SplitTensor` objects in the state dict of a table with a fixed number of rows.
+    """Factory of the `SplitTensor` objects in the state dict of a table with a fixed number of rows.
 
     Args:
         owners: rectangles (row and column ranges) on every rank in ``mesh``.
@@ -110,8 +110,9 @@ class FixedSplit:
 
 
 class GrowableSplit:
-    """Creates the `SplitTensor` objects in the state dict of a hashed table, with its current rows in key
-    order.
+    """Factory of the `SplitTensor` objects in the state dict of a hashed table.
+
+    The objects have the rows that exist at the call, in key order.
 
     A key is a hash of an ID. See [Note: hashed tables in key order] in ``tables/hashed/key_ordered.py``.
     ``full_parts`` is collective if the table counts IDs waiting for admission. Loading is always collective.

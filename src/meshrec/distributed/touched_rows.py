@@ -113,7 +113,7 @@ class _HashedMarks:
 
 
 class TouchedRows:
-    """Records the rows which updates change in a module's tables on this rank, from its construction on.
+    """Record of the rows which updates have changed in a module's tables on this rank.
 
     Args:
         tables: the module's tables. A new `TouchedRows` object for them replaces an earlier object.

@@ -38,7 +38,7 @@ def first_key(rank: int) -> int:
 
 
 class Codec:
-    """Encodes and decodes a module's embeddings (FORWARD) or gradients (BACKWARD) in messages between ranks.
+    """Encoder and decoder of a module's embeddings (FORWARD) or gradients (BACKWARD) in messages.
 
     Args:
         routing: the compiled plan.
@@ -143,7 +143,7 @@ class Codec:
 
 
 class _NonFiniteWatch:
-    """Logs a warning if messages contain infinity or NaN, at most once per table and feature.
+    """Warnings about infinity or NaN in messages, logged at most once per table and feature.
 
     Args:
         content: what messages contain, "embeddings" or "gradients".

@@ -92,7 +92,7 @@ class Encoder(NamedTuple):
 
 
 class IncrementalQueries:
-    """Computes query vectors for histories, with a KV cache for the items that have been encoded before.
+    """Query encoder for histories, with a KV cache for the items encoded before.
 
     Args:
         encoder: model architecture.

@@ -43,7 +43,7 @@ _Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Computes the scores or vectors of an exported package for batches of samples. Thread-safe.
+    """Model in an exported package: computes scores or vectors for batches of samples. Thread-safe.
 
     Processes that open the same package share the memory for weights, unless these are copied.
 

@@ -9,7 +9,7 @@ from meshrec.sparse import KeyedTensor
 
 
 class KTRegroupAsDict(nn.Module):
-    """Concatenates the columns of some features, from several KeyedTensors, into a tensor per group.
+    """Concatenation of feature columns, from several KeyedTensors, into a tensor per feature group.
 
     This is ``KeyedTensor.regroup_as_dict`` with fixed groups.
 

@@ -18,7 +18,7 @@ INDEX = ("buckets", "added", "added_rows")
 
 @final
 class ServedRows:
-    """Reads the rows of an unsharded hashed table, to copy them into an exported package.
+    """Reader of an unsharded hashed table's rows, which are copied into an exported package.
 
     The rows come block by block, sorted by key (the hash of the ID). A row has C elements in memory.
 

@@ -42,7 +42,7 @@ _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 
 
 class TableLookup:
-    """Looks up a KeyedJaggedTensor in several tables.
+    """Lookup of a KeyedJaggedTensor in several tables.
 
     A *lookup* is a (table, feature) pair: the feature's IDs are looked up in the table. Lookups are in table
     order.

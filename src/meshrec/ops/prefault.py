@@ -59,7 +59,7 @@ class GrowingRegion:
 
 
 class PagePrefaulter:
-    """Populates pages ahead for the growing regions of a table; see [Note: pages ahead].
+    """Population of memory pages ahead of a growing table's rows; see [Note: pages ahead].
 
     Args:
         regions: memory regions that grow with the table.

@@ -31,8 +31,7 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Choose the optimizer with which the backward pass will update some embedding tables.
 
-    The choice is recorded on the parameters. It takes effect when ``meshrec.fuse`` or the sharder processes
-    them.
+    The choice is recorded on the parameters, and takes effect in ``meshrec.fuse`` or the sharder.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec from
@@ -97,8 +96,8 @@ def mark_sharded(parameter: Tensor) -> None:
 def accept_fused_parameters() -> None:
     """Allow torch optimizers to be given fused tables, in the whole process. By default this is an error.
 
-    TorchRec programs pass all parameters to the dense optimizer. It skips fused tables, because they have no
-    gradient.
+    TorchRec programs pass all parameters to the dense optimizer. That optimizer skips fused tables,
+    because these have no gradient.
     """
     global _accepts_fused
     _accepts_fused = True

@@ -20,7 +20,7 @@ Strides = list[list[int]] | Tensor
 
 
 class ValueBags(Protocol):
-    """Methods shared by JaggedTensor and KeyedJaggedTensor, documented there."""
+    """Interface shared by JaggedTensor and KeyedJaggedTensor, which document the methods."""
 
     def values(self) -> Tensor: ...
     def weights_or_none(self) -> Tensor | None: ...
@@ -29,7 +29,7 @@ class ValueBags(Protocol):
 
 # Only the methods needed elsewhere; KeyedJaggedTensor has more.
 class KeyedBags(ValueBags, Protocol):
-    """Methods of KeyedJaggedTensor, documented there."""
+    """Interface of KeyedJaggedTensor, which documents the methods."""
 
     def keys(self) -> list[str]: ...
     def lengths_or_none(self) -> Tensor | None: ...

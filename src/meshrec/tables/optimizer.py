@@ -117,8 +117,8 @@ UpdateMode = Literal["in_backward", "on_step"]
 class KeyOrderedState(dict[str, Any]):
     """Optimizer state of a hashed table: the number ``"step"``, and a tensor per state slot.
 
-    ``keys`` and ``items`` read the tensors from the table again in every call, because they change whenever
-    rows are admitted or evicted. They have a row per live ID, sorted by key.
+    A state tensor has a row per live ID, sorted by key. Every call of ``keys`` or ``items`` reads the
+    tensors from the table again, because admissions and evictions change them.
 
     Args:
         step: number of updates so far.

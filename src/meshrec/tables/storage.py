@@ -65,7 +65,8 @@ class RowStorage(Protocol):
     def part_column(self, column: int) -> int:
         """Return the column of the part ``weight`` at which a table column starts.
 
-        They differ for quantised rows, in which ``weight`` has bytes and a byte may hold several values.
+        Both columns are equal, except in quantised rows: there, ``weight`` has bytes, with one or more values
+        per byte.
 
         Args:
             column: table column.

@@ -46,7 +46,7 @@ _version: Callable[[Tensor], int] = operator.attrgetter("_version")  # in-place 
 
 
 class WriteCounter:
-    """Detects writes to fused tables that were not made by table updates, such as ``load_state_dict``.
+    """Detection of writes to fused tables that table updates did not make, such as ``load_state_dict``.
 
     torch counts all in-place writes to a tensor (``_version``), and this class counts the writes by updates.
     The difference is the number of other writes. If it changes between forward and backward pass, the
@@ -267,7 +267,7 @@ class PreparedUpdates(NamedTuple):
 
 
 class TableUpdates:
-    """Updates the fused tables of a module, on this rank.
+    """Optimizer updates of a module's fused tables, on this rank.
 
     A fused table has an update rule (an optimizer), and kernels update it directly from the gradient of a
     lookup. Other tables get ordinary gradients. The number of updates is counted per table, so tables that
@@ -705,8 +705,8 @@ def _no_rows(weight: Tensor) -> RowGradients:
 def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequence[int]) -> tbe.Lookups:
     """Return a lookup that reads each given row once, without pooling.
 
-    It lets the update kernel, which takes the output gradient of a lookup, apply gradients that are given by
-    row: the output gradient is then the row gradients ``[U, D]`` of all tables, flattened and concatenated.
+    The update kernel takes the output gradient of a lookup. For this lookup, the output gradient is the row
+    gradients ``[U, D]`` of all tables, flattened and concatenated.
 
     Args:
         rows: touched rows per table, int64 [U]. If a row is repeated, the kernel adds its gradients.

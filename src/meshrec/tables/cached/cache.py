@@ -187,7 +187,7 @@ class RowCache:
 
 
 class RowsInFlight(Pin):
-    """Keeps the cache slots used by a batch from getting other rows.
+    """Pin that keeps the cache slots used by a batch from getting other rows.
 
     The batch's rows may still be on their way from the file to these slots; see ``wait``.
 

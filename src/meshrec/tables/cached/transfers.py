@@ -59,7 +59,7 @@ class _PendingWrite(NamedTuple):
 
 @final
 class RowTransfers:
-    """Reads rows from a file to the cache and writes victims to the file, in a thread each.
+    """Two threads: one reads rows from a file to the cache, the other writes victims to the file.
 
     See [Note: rows on their way to the cache] in ``table.py``. The caller must not call several methods at
     the same time.

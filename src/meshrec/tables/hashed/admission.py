@@ -31,7 +31,7 @@ _MAX_CELL = 255  # greatest count in a cell, which is a byte
 
 
 class AdmissionCounts:
-    """Counts the occurrences of IDs without a row in a table rectangle, and applies the admission policy.
+    """Occurrence counts of IDs without a row in a table rectangle, for the admission policy.
 
     The methods take *keys*, which are hashes of IDs. This base class counts nothing. It serves policies
     without counts: admission at the first occurrence, and ``Probability``.

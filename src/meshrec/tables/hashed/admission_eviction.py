@@ -103,7 +103,7 @@ class TableChanges(NamedTuple):
 
 
 class AdmissionEviction:
-    """Admits IDs to hashed tables and evicts rows from them, at the same update on all ranks.
+    """Admission of IDs to hashed tables and eviction of rows, at the same update on all ranks.
 
     An update calls three methods. ``prepare`` selects the IDs and rows, and may raise an error. ``apply``
     admits and evicts them. The update then changes the rows, and calls ``finish``. A single object serves all

@@ -175,7 +175,7 @@ class CachedCandidates(NamedTuple):
 
 
 class Evictions:
-    """Selects the rows to evict (victims) from the hashed tables looked up by a module.
+    """Selection of the rows to evict (victims) from the hashed tables looked up by a module.
 
     A search finds more candidates than needed, and caches the others for later updates. All ranks must call
     the collective methods in the same order.

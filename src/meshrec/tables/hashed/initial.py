@@ -17,7 +17,7 @@ from meshrec.tables.table import Span
 
 @dataclass(frozen=True)
 class InitialRows:
-    """Computes the initial row of any ID. A quantised row is quantised from its minimum and maximum.
+    """Initial rows of all possible IDs. A quantised row is quantised from its minimum and maximum.
 
     Args:
         form: row format.

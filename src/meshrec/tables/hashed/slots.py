@@ -32,7 +32,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class PinnedRows(Pin):
-    """Keeps the slots of a batch from being given to other IDs. Created by ``SlotStates.pin``.
+    """Pin that keeps the slots of a batch from being given to other IDs. Created by ``SlotStates.pin``.
 
     Args:
         states: slot states of the table.
