@@ -17,7 +17,7 @@ from meshrec.cli.quantize import main as quantize
 from meshrec.cli.recommend import main as recommend
 from meshrec.cli.screen import closing_lines
 from meshrec.cli.train import main as train
-from meshrec.data import synthetic_log
+from meshrec.data import item_trends, synthetic_log
 from meshrec.export import Predictor, check_package
 from meshrec.runs.export import export_run
 from meshrec.train import RunFolder
@@ -187,6 +187,7 @@ def test_evaluation_of_a_log_has_intervals_over_users(log, runs):
 @pytest.mark.parametrize("keys", ["", ", hashed=500"] if IS_THOROUGH else [", hashed=500"])
 def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, keys):
     open_with(monkeypatch, Predictor, check_package)
+    monkeypatch.setattr(item_trends, "_WEIGHTS", (1.0,))  # so that trends change scores
     recipe = (runs / "recipe.py").read_text().replace("HSTUConfig", "SASRecConfig")
     (runs / "sasrec.py").write_text(recipe.replace("columns=COLUMNS", f"columns=COLUMNS{keys}"))
     name = f"sasrec{keys.removeprefix(', ')}"
@@ -214,6 +215,7 @@ def test_the_server_recommends_what_the_command_does(log, runs, monkeypatch, key
 @pytest.mark.parametrize("exclude_seen", [True, False] if IS_THOROUGH else [False])
 def test_command_and_server_agree_on_seen_items(log, runs, monkeypatch, exclude_seen):
     open_with(monkeypatch, Predictor, check_package)
+    monkeypatch.setattr(item_trends, "_WEIGHTS", (1.0,))  # so that trends change scores
     name = f"exclude_seen_{exclude_seen}"
     recipe = (runs / "recipe.py").read_text()
     recipe = recipe.replace("columns=COLUMNS", f"columns=COLUMNS, exclude_seen={exclude_seen}")
@@ -229,6 +231,7 @@ def test_command_and_server_agree_on_seen_items(log, runs, monkeypatch, exclude_
     num_new = len({*log[1]["sku"].to_pylist()} - {*had})
     with torchs_own_warnings():
         package = export_run(RunFolder(runs / name), runs / f"{name} package", compile=False)
+        assert np.abs(Predictor(package).items.trends_I).max() > 0.1
         with running({"next": package}, keep_histories=1 << 20) as server:
             client = Client(server.url)
             for flags, query, is_new in (
@@ -283,7 +286,8 @@ def test_repeats_are_proposed_and_learned_as_well_as_by_the_baselines(tmp_path, 
 
 
 @pytest.mark.parametrize("keys", ["", ", hashed=500"])
-def test_new_users_get_the_items_of_training_after_the_log_has_grown(log, runs, keys):
+def test_recommendations_are_those_of_training_after_the_log_has_grown(log, runs, monkeypatch, keys):
+    monkeypatch.setattr(item_trends, "_WEIGHTS", (1.0,))  # so that trends change scores
     path = runs / "growing.csv"
     csv.write_csv(log[1], path)
     name = f"growing{keys.removeprefix(', ')}"
@@ -294,6 +298,8 @@ def test_new_users_get_the_items_of_training_after_the_log_has_grown(log, runs, 
     assert train([f"{runs}/{name}.py:recipe", *options]) == 0
     pq.write_table(pa.table({"visitor": ["nobody"]}), runs / "nobody.parquet")
     before = recommended(runs, "--users", str(runs / "nobody.parquet"), "-k", "60", run=name)
+    pq.write_table(pa.table({"visitor": ["v7"]}), runs / "known.parquet")
+    known = recommended(runs, "--users", str(runs / "known.parquet"), run=name)
     worst = before["item"].to_pylist()[-1]
     fans = pa.table(
         {
@@ -305,6 +311,7 @@ def test_new_users_get_the_items_of_training_after_the_log_has_grown(log, runs, 
     csv.write_csv(pa.concat_tables([log[1], fans]), path)
     after = recommended(runs, "--users", str(runs / "nobody.parquet"), "-k", "60", run=name)
     assert after.equals(before)
+    assert recommended(runs, "--users", str(runs / "known.parquet"), run=name).equals(known)
     with torchs_own_warnings():
         items = Predictor(export_run(RunFolder(runs / name), runs / f"{name} package", compile=False)).items
     order = np.argsort(-items.new_user_scores_I)

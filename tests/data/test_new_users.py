@@ -3,13 +3,14 @@ import pytest
 
 from meshrec.data import Feature, Interactions
 from meshrec.data.new_users import new_user_scores
+from meshrec.data.popularity import popularity_counts
 
 
-def scores_of(baskets, num_items, arrivals=None):
-    """Users who take the items of their baskets, one per second from their arrival on."""
+def log_of(baskets, num_items, arrivals=None):
+    """Return a log of users who take the items of their baskets, one per second from their arrival on."""
     arrivals = arrivals or [0] * len(baskets)
     offsets = np.cumsum([0, *(len(basket) for basket in baskets)])
-    log = Interactions(
+    return Interactions(
         name="baskets",
         offsets=offsets,
         items=np.concatenate(baskets),
@@ -19,7 +20,11 @@ def scores_of(baskets, num_items, arrivals=None):
         item=Feature(name="item", num_embeddings=num_items),
         catalogue=np.arange(num_items),
     )
-    return new_user_scores(log, log.stops)
+
+
+def scores_of(baskets, num_items, arrivals=None):
+    log = log_of(baskets, num_items, arrivals)
+    return new_user_scores(popularity_counts(log, log.stops))
 
 
 def test_first_items_come_before_items_that_users_take_later_and_often():

@@ -253,3 +253,49 @@ def test_targets_of_users_without_a_history_are_ranked_by_their_scores():
     assert ranks.tolist() == [1, 10]
     assert ties.tolist() == [0, 0]
     assert losses.tolist() == pytest.approx((-scores[[29, 20]]).tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine", "mixture"])
+def test_trends_are_added_to_the_scores_of_recommendations_and_ranks(similarity):
+    ids, draw = torch.arange(1, NUM_ITEMS), torch.Generator().manual_seed(1)
+    trends = torch.randn(len(ids), generator=draw)
+    items = ItemCatalogue(ids, trends_I=trends, trend_weight=0.75)
+    model = make_model("hstu", similarity=similarity, items=items, num_negatives=3).eval()
+    given = features([[5, 7], [], [9, 3, 3]], [[4], [2], [29]])
+    best = model.recommend(given, len(ids))
+    plain = make_model("hstu", similarity=similarity, items=ItemCatalogue(ids)).eval()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    scores = plain.similarity.score_matrix(plain.query_vectors(given), plain.item_vectors()) + 0.75 * trends
+    expected = scores.sort(descending=True, dim=1)
+    torch.testing.assert_close(best.scores_BK, expected.values)
+    assert torch.equal(best.ids_BK, ids[expected.indices])
+    losses, ranks, _ = model(DENSE, given).detach().T
+    for sample, target in enumerate((4, 2, 29)):
+        assert ranks[sample] == 1 + best.ids_BK[sample].tolist().index(target)
+    torch.testing.assert_close(losses, -scores.log_softmax(1)[torch.arange(3), torch.tensor([3, 1, 28])])
+
+
+def test_users_without_a_history_get_no_trends():
+    ids, scores = torch.arange(NUM_ITEMS), torch.arange(NUM_ITEMS, dtype=torch.float32)
+    items = ItemCatalogue(ids, new_user_scores_I=scores, trends_I=scores.flip(0), trend_weight=1.0)
+    best = make_model(items=items).eval().recommend(features([[]], [[]]), 3)
+    assert best.scores_BK.tolist() == [[29, 28, 27]]
+
+
+def test_trends_of_repeated_items_are_part_of_the_similarity():
+    ids, trends = torch.arange(NUM_ITEMS), torch.linspace(-2, 3, NUM_ITEMS)
+    options = {"seen": None, "repeats": True}
+    model = make_model(items=ItemCatalogue(ids, trends_I=trends, trend_weight=1.0), **options).eval()
+    plain = make_model(items=ItemCatalogue(ids), **options).eval()
+    for each in (model, plain):
+        torch.nn.init.normal_(each.repeats.weight, generator=torch.Generator().manual_seed(1))
+    given = features([[5, 7, 5]], [[7]])
+    scores, without = (
+        torch.zeros(1, NUM_ITEMS).scatter(1, best.ids_BK, best.scores_BK)[0]
+        for best in (each.recommend(given, NUM_ITEMS) for each in (model, plain))
+    )
+    factors = torch.ones(NUM_ITEMS)
+    factors[[5, 7]] = model.repeats.weight[0].detach()
+    torch.testing.assert_close(scores, without + factors * trends)
+    rank = 1 + int((scores > scores[7]).sum())
+    assert model(DENSE, given)[0, 1] == rank

@@ -5,7 +5,8 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.models import BruteForceIndex, TwoTower, TwoTowerTrain, in_batch_softmax
+from meshrec.models import BruteForceIndex, TowerRanking, TwoTower, TwoTowerTrain, in_batch_softmax
+from meshrec.models.trends import TrendScores
 from meshrec.optim import SGD
 from meshrec.testing import assert_equal_to_unsharded
 
@@ -214,3 +215,28 @@ def test_wrong_arguments():
         BruteForceIndex(torch.rand(3, 2), torch.arange(2))
     with pytest.raises(ValueError, match=r"k.*\[1, 3\].*4"):
         BruteForceIndex(torch.rand(3, 2)).search(torch.rand(1, 2), 4)
+
+
+def test_ranked_items_have_their_trends_in_evaluation():
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=[name])
+        for name in ("user", "item")
+    ]
+    towers = TwoTower(EmbeddingBagCollection(tables=tables), ["user"], ["item"], [8, 4])
+    items, targets = torch.arange(5), [4, 1]
+    catalogue = KeyedJaggedTensor(["item"], items, lengths=torch.ones(5, dtype=torch.int64))
+    trends = TrendScores(items, torch.randn(5), 0.5)
+    model = TowerRanking(towers, item="item", catalogue=catalogue, trends=trends).eval()
+    given = KeyedJaggedTensor(
+        ["user", "item"], torch.tensor([3, 0, *targets]), lengths=torch.ones(4, dtype=torch.int64)
+    )
+    dense = torch.empty(2, 0)
+    expected = towers.embed_queries(dense, given) @ model.item_vectors().T / 0.05 + 0.5 * trends.trends_I
+    best = model.recommend(given, 5)
+    torch.testing.assert_close(best.scores_BK, expected.sort(descending=True, dim=1).values)
+    losses, ranks, _ = model(dense, given).T
+    torch.testing.assert_close(losses, -expected.log_softmax(1)[[0, 1], targets])
+    assert ranks.tolist() == [
+        1 + ids.index(target) for ids, target in zip(best.ids_BK.tolist(), targets, strict=True)
+    ]

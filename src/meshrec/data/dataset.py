@@ -149,6 +149,9 @@ class Dataset:
         catalogue: features of all items that can be recommended: a sample per item, by ascending item ID.
         item_counts: how often an item is a training target, per catalog item, int64 [items].
         new_user_scores: score per catalog item for a user without a history, float32 [items].
+        item_trends: popularity trend per catalog item, float32 [items]; see [Note: new items] in
+            ``data/item_trends.py``.
+        trend_weight: factor for ``item_trends`` when they are added to scores.
         num_held_out: number of all held-out samples, under the key "validation" or "test". A key is present
             only if the reader has a random sample of them.
         best_auc: best possible AUC on ``validation``, if known, as for synthetic data.
@@ -179,6 +182,8 @@ class Dataset:
     catalogue: KeyedJaggedTensor | None = None
     item_counts: Tensor | None = None
     new_user_scores: Tensor | None = None
+    item_trends: Tensor | None = None
+    trend_weight: float = 0.0
     num_held_out: Mapping[str, int] = field(default_factory=dict)
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

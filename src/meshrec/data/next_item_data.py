@@ -28,12 +28,16 @@ from meshrec.data.faults import DataError
 from meshrec.data.history_reader import HistoryReader, Targets
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.interactions import BLOCK, HISTORY, SEEN, TIMES, Arrays, Interactions
+from meshrec.data.item_trends import item_trends
 from meshrec.data.new_users import new_user_scores
 from meshrec.data.order_statistics import order_statistics
+from meshrec.data.popularity import popularity_counts
 from meshrec.data.samples import Ints, gather_ranges
 from meshrec.sparse import KeyedJaggedTensor
 
 HeldOut = Literal["leave_last_out", "time", "nothing"]
+# Raised with every change of the arrays of `_passes`, which may be stored on disk.
+_PASSES_VERSION = 2
 
 
 class _Split(NamedTuple):
@@ -105,7 +109,13 @@ def next_items(
     if evaluated_users is not None and evaluated_users < 1:
         raise ValueError(f"evaluated_users must be >= 1, or None for all users, got {evaluated_users}.")
     arrays = log.derived(
-        {"held_out": held_out, "validation": validation, "test": test, "windows": windows},
+        {
+            "version": _PASSES_VERSION,
+            "held_out": held_out,
+            "validation": validation,
+            "test": test,
+            "windows": windows,
+        },
         lambda: _passes(log, held_out, validation, test, windows=windows),
     )
     split = _Split(*(arrays[name] for name in _Split._fields))
@@ -162,6 +172,8 @@ def next_items(
         # Copied, because stored arrays are read-only.
         item_counts=torch.tensor(arrays["item_counts"]),
         new_user_scores=torch.tensor(arrays["new_user_scores"]) if windows else None,
+        item_trends=torch.tensor(arrays["item_trends"]),
+        trend_weight=float(arrays["trend_weight"][0]),
     )
 
 
@@ -169,7 +181,8 @@ def _passes(log: Interactions, held_out: HeldOut, validation: float, test: float
     """Return the arrays of a dataset that need passes over the whole log; see `next_items` for the arguments.
 
     Returns:
-        The arrays of `_Split`, and with one value per catalog item, ``item_counts`` and ``new_user_scores``.
+        The arrays of `_Split`; with one value per catalog item, ``item_counts``, ``new_user_scores`` and
+        ``item_trends``; and ``trend_weight`` with a single value.
     """
     if held_out == "nothing":
         split = _Split(log.stops, np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -178,8 +191,12 @@ def _passes(log: Interactions, held_out: HeldOut, validation: float, test: float
     if not _num_pairs(log, split.train_stops).any():
         raise DataError(f"{log.name}: no user has two items to train on. Take data with more.")
     arrays = {**split._asdict(), "item_counts": _item_counts(log, split.train_stops)}
+    popularity = popularity_counts(log, split.train_stops)
+    validation_I = np.bincount(log.positions(log.items[split.validation]), minlength=len(log.catalogue))
+    arrays["item_trends"], weight = item_trends(popularity, validation_I)
+    arrays["trend_weight"] = np.array([weight])
     if windows:
-        arrays["new_user_scores"] = new_user_scores(log, split.train_stops)
+        arrays["new_user_scores"] = new_user_scores(popularity)
     return arrays
 
 

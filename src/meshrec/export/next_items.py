@@ -51,9 +51,9 @@ class NextItemQuery(nn.Module):
         self._encoder = Encoder.of(model)
         # A shallow copy, so that removing modules does not change the caller's model.
         self.model = copy.copy(model)
-        # Queries need neither the training sampler, nor new users' scores, which are stored with the
-        # items.
-        left_out = ("draws", "new_user_scores")
+        # Queries need neither the training sampler, nor trends and new users' scores, which are stored with
+        # the items.
+        left_out = ("draws", "new_user_scores", "trends")
         # A new dict, because the shallow copy shares the dict of the caller's model.
         self.model._modules = {name: child for name, child in model._modules.items() if name not in left_out}
 
@@ -110,6 +110,8 @@ class RankedItems(NamedTuple):
         keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
         repeats: name of the module whose weights give history items additional scores, see
             [Note: repeated items]; None: the model has no such module.
+        trends_I: term that is added to every item's score, see `meshrec.models.trends.TrendScores`; None: the
+            model has no such term.
     """
 
     ids_I: Ints
@@ -121,6 +123,7 @@ class RankedItems(NamedTuple):
     new_user_scores_I: Floats | None = None
     keep_seen: bool = False
     repeats: str | None = None
+    trends_I: Floats | None = None
 
     @staticmethod
     def of(
@@ -129,6 +132,7 @@ class RankedItems(NamedTuple):
         values: Any,
         *,
         new_user_scores_I: Floats | None = None,
+        trends_I: Floats | None = None,
         keep_seen: bool = False,
     ) -> "RankedItems":
         """Describe the items of a model, for export together with the query encoder.
@@ -138,6 +142,7 @@ class RankedItems(NamedTuple):
             ids_I: rows of the items in the item table, int64, ascending.
             values: raw item values, as an Arrow array in the same order.
             new_user_scores_I: scores for users without a history.
+            trends_I: term that is added to every item's score.
             keep_seen: whether items in the history are recommended as well, unless a request says otherwise.
         """
         normalise, temperature = query.similarity.options
@@ -151,6 +156,7 @@ class RankedItems(NamedTuple):
             new_user_scores_I,
             keep_seen,
             query.repeats(),
+            trends_I,
         )
 
     def vectors(self, weights: dict[str, Tensor]) -> Tensor:
@@ -196,6 +202,8 @@ class RankedItems(NamedTuple):
             repeated: result of the method `repeated`; None: history items have no additional scores.
         """
         scores_BI = torch.from_numpy(queries_BV) @ vectors_IV.T * self.scale
+        if self.trends_I is not None:
+            scores_BI += torch.from_numpy(self.trends_I)
         if self.new_user_scores_I is not None:
             # Models with these scores have the query vector 0 for an empty history.
             is_new_B = torch.from_numpy(~queries_BV.any(1))
@@ -231,6 +239,8 @@ class RankedItems(NamedTuple):
         columns = {"id": self.ids_I, "value": self.values}
         if self.new_user_scores_I is not None:
             columns["new_user_score"] = self.new_user_scores_I
+        if self.trends_I is not None:
+            columns["trend"] = self.trends_I
         table = pa.table(columns).replace_schema_metadata(about)
         feather.write_feather(table, str(folder / ITEMS), compression="uncompressed")
 
@@ -239,6 +249,11 @@ class RankedItems(NamedTuple):
         """Read the items which `save` wrote to a package folder."""
         table = needs("pyarrow.feather", "data").read_table(str(folder / ITEMS), memory_map=False)
         about = table.schema.metadata
+
+        def scores(name: str) -> Floats | None:
+            """Return a copy of a column, because torch warns about read-only memory; None without it."""
+            return table[name].to_numpy().copy() if name in table.column_names else None
+
         return RankedItems(
             table["id"].to_numpy().copy(),  # torch warns about read-only memory
             table["value"].combine_chunks(),
@@ -246,7 +261,8 @@ class RankedItems(NamedTuple):
             about[_NORMALISE] == b"1",
             float(about[_SCALE]),
             Encoder.from_json(about[_ENCODER]) if _ENCODER in about else None,
-            table["new_user_score"].to_numpy().copy() if "new_user_score" in table.column_names else None,
+            scores("new_user_score"),
             about.get(_KEEP_SEEN) == b"1",
             about[_REPEATS].decode() if _REPEATS in about else None,
+            scores("trend"),
         )

@@ -27,6 +27,7 @@ from meshrec.models.next_item import (
     top_items,
 )
 from meshrec.models.repeats import RepeatedItems, RepeatScores, prefix_items, repeated_items
+from meshrec.models.trends import TrendScores
 from meshrec.modules import EmbeddingCollection, EmbeddingConfig
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -66,6 +67,10 @@ class ItemCatalogue(NamedTuple):
     """How many training targets are this item, per item; None: unknown."""
     new_user_scores_I: Tensor | None = None
     """Score per item for users without a history, float32. None: the model encodes an empty history."""
+    trends_I: Tensor | None = None
+    """Popularity trend per item, float32. None: scores have no trends."""
+    trend_weight: float = 0.0
+    """Factor for the trends when they are added to scores."""
 
 
 class HistoryOptions(TypedDict, total=False):
@@ -158,6 +163,9 @@ class HistoryModel(nn.Module):
         self.scores_new_users = items.new_user_scores_I is not None
         if items.new_user_scores_I is not None:
             self.new_user_scores = NewUserScores(items.ids_I, items.new_user_scores_I.to(device))
+        self.trends: TrendScores | None = None
+        if items.trends_I is not None:
+            self.trends = TrendScores(items.ids_I, items.trends_I, items.trend_weight, device=device)
         num_items = len(items.ids_I)
         self.repeats = RepeatScores(num_items, max_length, device=device) if softmax.repeats else None
         # Draws negatives in training. Also holds the catalog, which `_item_chunks` iterates over.
@@ -208,7 +216,8 @@ class HistoryModel(nn.Module):
         """Return the query that scores items as the next one, per history, [B, D].
 
         For a dot product or cosine, an item's score is the dot product with its row in `item_vectors`,
-        divided by the temperature. If the model has `NewUserScores`, an empty history has a query with zeros.
+        divided by the temperature, plus the item's term from ``trends``, if any. If the model has
+        `NewUserScores`, an empty history has a query with zeros.
 
         Args:
             sparse_features: IDs for all features; ``item`` may be empty.
@@ -251,6 +260,7 @@ class HistoryModel(nn.Module):
             similarity=self.similarity,
             new_users=new_users,
             repeated=self._repeated_items(sparse_features[self.features.history]),
+            trends=self.trends,
         )
 
     def _repeated_items(self, history: JaggedTensor) -> RepeatedItems | None:
@@ -460,6 +470,7 @@ class HistoryModel(nn.Module):
             similarity=self.similarity,
             new_users=self._new_users(evaluated.lengths()),
             repeated=self._repeated_items(_first_bags(features[self.features.history], size)),
+            trends=self.trends,
         )
         return nn.functional.pad(results, (0, 0, 0, len(target_B) - size))
 

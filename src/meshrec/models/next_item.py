@@ -15,6 +15,7 @@ from meshrec.models.repeats import RepeatedItems
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.step_samples import StepSamples
 from meshrec.models.top_k import top_k
+from meshrec.models.trends import TrendScores
 from meshrec.ops.index import mix
 from meshrec.sparse import JaggedTensor
 
@@ -292,6 +293,7 @@ def evaluate_targets(
     similarity: Similarity = _DOT_PRODUCT,
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
+    trends: TrendScores | None = None,
 ) -> Tensor:
     """Rank every sample's target among all items that the user has not seen.
 
@@ -307,12 +309,15 @@ def evaluate_targets(
         similarity: How items are scored.
         new_users: Samples without a history, and the item scores for them.
         repeated: How items in the users' histories are scored, if differently.
+        trends: Term that is added to the similarities; None: no term. New users' scores have no such term.
 
     Returns:
         Three columns, [B, 3]: the softmax loss over all ranked items; the target's rank, from 1; and the
         number of ties. A sample without a target has 0 in all columns.
     """
     target_scores_B = similarity.score_pairs(query_BD, target_BD)
+    if trends is not None:
+        target_scores_B = target_scores_B + trends(target_B)
     if new_users is not None:
         # The target must be scored like the other items of its sample, or its rank would be meaningless.
         target_scores_B = torch.where(new_users.is_new_B, new_users.scores(target_B), target_scores_B)
@@ -327,7 +332,7 @@ def evaluate_targets(
         torch.ones_like(target_scores_B),
         torch.zeros_like(target_scores_B),
     )
-    blocks = _sample_blocks(query_BD, seen, new_users, repeated)
+    blocks = _sample_blocks(query_BD, seen, new_users, repeated, trends)
     is_true_BC = query_BD.new_empty(0)
     for chunk in chunks:
         for block in blocks:
@@ -368,6 +373,7 @@ def top_items(
     similarity: Similarity = _DOT_PRODUCT,
     new_users: NewUsers | None = None,
     repeated: RepeatedItems | None = None,
+    trends: TrendScores | None = None,
 ) -> TopItems:
     """Return the K items with the highest scores per sample, by comparing all items in the catalog.
 
@@ -381,12 +387,13 @@ def top_items(
         similarity: How items are scored.
         new_users: Samples without a history, and the item scores for them.
         repeated: How items in the users' histories are scored, if differently.
+        trends: Term that is added to the similarities; None: no term. New users' scores have no such term.
     """
     # Merged with every chunk, so that memory does not grow with the catalogue.
     best_scores = query_BD.new_full((len(query_BD), k), float("-inf"))
     # Placeholder IDs with score -inf, replaced as soon as k items were seen.
     best_ids = torch.zeros(len(query_BD), k, dtype=torch.int64, device=query_BD.device)
-    blocks = _sample_blocks(query_BD, seen, new_users, repeated)
+    blocks = _sample_blocks(query_BD, seen, new_users, repeated, trends)
     for chunk in chunks:
         for block in blocks:
             scores_BC = block.scores(chunk, similarity)
@@ -424,6 +431,7 @@ class _SampleBlock(NamedTuple):
         new_users: Samples without a history, and the item scores for them. None: all samples are scored by
             queries.
         repeated: How items in the samples' histories are scored. None: like all other items.
+        trends: Term that is added to the similarities. None: no term.
     """
 
     rows: slice
@@ -432,10 +440,13 @@ class _SampleBlock(NamedTuple):
     seen: tuple[Tensor, Tensor] | None
     new_users: NewUsers | None
     repeated: RepeatedItems | None
+    trends: TrendScores | None
 
     def scores(self, chunk: ItemChunk, similarity: Similarity) -> Tensor:
         """Return the score for every sample and every item in a chunk, [B, C]; -inf for seen items."""
         scores_BC = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
+        if self.trends is not None:
+            scores_BC += self.trends(chunk.ids_C)
         if self.new_users is not None:
             scores_C = self.new_users.scores(chunk.ids_C)
             scores_BC = torch.where(self.new_users.is_new_B[:, None], scores_C, scores_BC)
@@ -448,7 +459,11 @@ class _SampleBlock(NamedTuple):
 
 
 def _sample_blocks(
-    query_BD: Tensor, seen: JaggedTensor | None, new_users: NewUsers | None, repeated: RepeatedItems | None
+    query_BD: Tensor,
+    seen: JaggedTensor | None,
+    new_users: NewUsers | None,
+    repeated: RepeatedItems | None,
+    trends: TrendScores | None,
 ) -> list[_SampleBlock]:
     """Divide a batch into blocks of samples.
 
@@ -482,6 +497,7 @@ def _sample_blocks(
                 pairs,
                 None if new_users is None else new_users._replace(is_new_B=new_users.is_new_B[rows]),
                 local_repeated,
+                trends,
             )
         )
     return blocks

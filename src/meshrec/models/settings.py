@@ -7,24 +7,31 @@ import torch
 from torch import Tensor, nn
 
 
-class ValidatedSettings(nn.Module):
-    """Base class for modules with a few settings that are selected on validation data instead of trained.
+class ChosenSettings(nn.Module):
+    """Base class for modules with a few settings that validation data selects, instead of training.
 
-    Every evaluation on validation data calls `choose`. Checkpoints have the settings, as the buffer
-    ``chosen``.
+    Checkpoints have the settings, as the buffer ``chosen``.
 
     Args:
-        initial: Initial value per setting, one of its candidates.
+        initial: Value per setting.
         device: Device for the settings.
     """
 
-    candidates: ClassVar[tuple[tuple[float, ...], ...]]
-    """Values that `choose` tries, ascending, per setting. Float32 must be able to represent them exactly."""
-    chosen: Tensor  # float32, a value per setting: set by `choose`, or copied from another model
+    chosen: Tensor  # float32, a value per setting; `copy_settings` replaces them by those of another model
 
     def __init__(self, initial: tuple[float, ...], *, device: torch.device | None = None) -> None:
         super().__init__()
         self.register_buffer("chosen", torch.tensor(initial, device=device))
+
+
+class ValidatedSettings(ChosenSettings):
+    """Base class for modules whose settings every evaluation on validation data selects again.
+
+    The initial values must be candidates.
+    """
+
+    candidates: ClassVar[tuple[tuple[float, ...], ...]]
+    """Values that `choose` tries, ascending, per setting. Float32 must be able to represent them exactly."""
 
     def choose(self, quality: Callable[[], float]) -> None:
         """Select the best value for one setting after the other, and store the values in ``chosen``.
@@ -52,10 +59,10 @@ class ValidatedSettings(nn.Module):
 
 
 def copy_settings(source: nn.Module, target: nn.Module) -> None:
-    """Copy all `ValidatedSettings` to a model with the same architecture, which may rank other items."""
+    """Copy all `ChosenSettings` to a model with the same architecture, which may rank other items."""
     copies = dict(target.named_modules())
     for name, module in source.named_modules():
-        if isinstance(module, ValidatedSettings):
+        if isinstance(module, ChosenSettings):
             copy = copies[name]
-            assert isinstance(copy, ValidatedSettings)
+            assert isinstance(copy, ChosenSettings)
             copy.chosen.copy_(module.chosen)

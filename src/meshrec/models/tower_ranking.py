@@ -9,6 +9,7 @@ from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.next_item import CHUNK, ItemChunk, TopItems, evaluate_targets, last_ids, top_items
 from meshrec.models.similarity import DotProduct
 from meshrec.models.step_samples import StepSamples
+from meshrec.models.trends import TrendScores
 from meshrec.models.two_tower import TwoTower, in_batch_losses
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -28,6 +29,7 @@ class TowerRanking(nn.Module):
             the feature ``item`` ascend.
         seen: Feature with items that must not be recommended again. None: all items are ranked.
         temperature: Number by which dot products are divided.
+        trends: Term that is added to the scores of the catalog's items. None: no term.
 
     Raises:
         ValueError: The catalog lacks a feature that the item tower reads.
@@ -41,6 +43,7 @@ class TowerRanking(nn.Module):
         catalogue: KeyedJaggedTensor,
         seen: str | None = None,
         temperature: float = 0.05,
+        trends: TrendScores | None = None,
     ) -> None:
         super().__init__()
         missing = sorted({*two_tower.item_features} - {*catalogue.keys()})
@@ -54,6 +57,7 @@ class TowerRanking(nn.Module):
         self._item, self._seen, self._temperature = item, seen, temperature
         # Plain attributes, not buffers: the catalogue is data, and does not belong in checkpoints.
         self._catalogue, self._ids_I = catalogue, catalogue[item].values().long()
+        self.trends = trends
         self.frequency = ItemFrequency(catalogue.stride())
         self.samples = StepSamples()
 
@@ -86,7 +90,13 @@ class TowerRanking(nn.Module):
             return torch.stack([losses, torch.zeros_like(losses)], dim=1)
         seen = None if self._seen is None else sparse_features[self._seen]
         return evaluate_targets(
-            query, item, ids, self._item_chunks(ids.device), seen=seen, similarity=self.similarity
+            query,
+            item,
+            ids,
+            self._item_chunks(ids.device),
+            seen=seen,
+            similarity=self.similarity,
+            trends=self.trends,
         )
 
     def recommend(
@@ -114,7 +124,7 @@ class TowerRanking(nn.Module):
         dense = sparse_features.values().new_empty(sparse_features.stride(), 0, dtype=torch.float32)
         query = self.model.embed_queries(dense, sparse_features)
         chunks = self._item_chunks(query.device)
-        return top_items(query, chunks, k, seen=hidden, similarity=self.similarity)
+        return top_items(query, chunks, k, seen=hidden, similarity=self.similarity, trends=self.trends)
 
     def item_vectors(self) -> Tensor:
         """Return the vectors for all items, in catalog order, [I, V]."""

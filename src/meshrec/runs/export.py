@@ -21,6 +21,7 @@ from meshrec.export.package import export
 from meshrec.export.towers import Side, Tower, TowerQuery
 from meshrec.export.whole_tables import allocate_rows
 from meshrec.models import HistoryModel, TowerRanking
+from meshrec.models.settings import copy_settings
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
@@ -218,12 +219,16 @@ def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Da
             times=query.reads_times,
         )
     )
+    ids_I = torch.from_numpy(catalog.ids)
     # Scores for users without a history, whose query vector is 0.
-    scores_I = (
-        model.new_user_scores(torch.from_numpy(catalog.ids)).numpy() if model.scores_new_users else None
-    )
+    scores_I = model.new_user_scores(ids_I).numpy() if model.scores_new_users else None
     items = RankedItems.of(
-        query, catalog.ids, catalog.values, new_user_scores_I=scores_I, keep_seen=not recipe.data.exclude_seen
+        query,
+        catalog.ids,
+        catalog.values,
+        new_user_scores_I=scores_I,
+        trends_I=None if model.trends is None else model.trends(ids_I).numpy(),
+        keep_seen=not recipe.data.exclude_seen,
     )
     return _PackageParts(query, raw.keys, 0, raw, None, items)
 
@@ -255,7 +260,7 @@ def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> 
     assert isinstance(parts.model, TowerRanking)
     assert parts.raw is not None
     catalog = ItemValues.of(log, features_of(run))
-    query = TowerQuery(parts.model, catalog.ids)
+    query, trends = TowerQuery(parts.model, catalog.ids), parts.model.trends
     names = [name for name in parts.features if name in (*query.tower.features, SEEN)]
     # The stored item vectors are normalized already. Scores are divided by the temperature, as in training.
     items = RankedItems(
@@ -265,6 +270,7 @@ def _query_tower_parts(parts: _PackageParts, run: RunFolder, log: LogSource) -> 
         False,
         1 / parts.model.similarity.options[1],
         keep_seen=not log.exclude_seen,
+        trends_I=None if trends is None else trends(torch.from_numpy(catalog.ids)).numpy(),
     )
     return _PackageParts(query, names, 0, parts.raw.of(names, dense=False), None, items)
 
@@ -329,6 +335,11 @@ def _unhash_items(
             unhashed.new_user_scores.scores_I.copy_(
                 model.new_user_scores(ids_I[unhashed.new_user_scores.ids_I])
             )
+        if isinstance(unhashed, HistoryModel | TowerRanking) and unhashed.trends is not None:
+            assert isinstance(model, HistoryModel | TowerRanking)
+            assert model.trends is not None
+            unhashed.trends.trends_I.copy_(model.trends.trends_of(ids_I[unhashed.trends.ids_I]))
+    copy_settings(model, unhashed)
     return unhashed, recipe, dataset
 
 

@@ -27,6 +27,7 @@ from meshrec.models import (
     TwoTower,
     TwoTowerClicks,
 )
+from meshrec.models.trends import TrendScores
 from meshrec.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -226,12 +227,17 @@ class TwoTowerConfig(TableOptions, ModelConfig):
             self.layers,
             dense_in_features=dataset.num_dense,
         )
+        trends = None
+        if dataset.item_trends is not None:
+            ids_I = dataset.catalogue[dataset.item].values().long()
+            trends = TrendScores(ids_I, dataset.item_trends, dataset.trend_weight)
         return TowerRanking(
             towers,
             item=dataset.item,
             catalogue=dataset.catalogue,
             seen=seen_feature(dataset),
             temperature=self.temperature,
+            trends=trends,
         )
 
 

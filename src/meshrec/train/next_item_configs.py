@@ -170,7 +170,13 @@ class HistoryParts(NamedTuple):
         if dataset.catalogue is not None:
             # Catalog features have one value per item.
             ids_I = dataset.catalogue[item].values().long()
-            items = ItemCatalogue(ids_I, dataset.item_counts, dataset.new_user_scores)
+            items = ItemCatalogue(
+                ids_I,
+                dataset.item_counts,
+                dataset.new_user_scores,
+                trends_I=dataset.item_trends,
+                trend_weight=dataset.trend_weight,
+            )
         return HistoryParts(
             sequence_table(table, [history, item], std=std),
             HistoryFeatures(history, item, seen_feature(dataset)),
