@@ -149,6 +149,7 @@ class LiveScreen:
         self._console.print(headline(event))
         if event.plan is not None:
             self._console.print(plan_table(event.plan))
+        # The bar of an earlier task, such as fitting features.
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(

@@ -438,9 +438,11 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
         ValueError: the optimizer does not exist.
     """
     kinds = {kind.__name__: kind for kind in SPECS}
+    # So that adam, rowwise-adagrad and RowWiseAdagrad are all accepted.
     normalized = name.replace("-", "").replace("_", "").lower()
     for kind_name, kind in kinds.items():
         if kind_name.lower() == normalized:
+            # The same kind keeps the recipe's other options, such as betas.
             return now if type(now) is kind else kind(lr=now.lr)
     raise ValueError(
         f"--table-optimizer {name}: there is no such optimizer; take one of {', '.join(kinds)}."
@@ -473,6 +475,7 @@ def _help(words: Sequence[str]) -> int:
             program="meshrec train RECIPE",
             description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
         )
+    # tyro ends the program after it has printed a help page.
     except SystemExit:
         return 0 if wants_help else 2
     raise AssertionError("tyro prints a help and exits")

@@ -41,6 +41,7 @@ class CsvFormat:
 
     def __post_init__(self) -> None:
         delimiter, wrong = self.delimiter, None
+        # Arrow parses CSV with a single ASCII byte as the delimiter.
         if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
             wrong = f"the delimiter {delimiter!r} must be one ASCII character, no quote or line break"
         elif self.decimal_point not in (None, ".", ","):

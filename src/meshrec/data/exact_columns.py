@@ -195,6 +195,7 @@ def as_integers(array: Any) -> Any:
         return array.cast(pa.int64())
     except pa.ArrowInvalid as error:
         try:
+            # Numbers of 2**63 or more fit only into uint64.
             return array.cast(pa.uint64())
         except pa.ArrowInvalid:
             raise ValueError(str(error)) from error

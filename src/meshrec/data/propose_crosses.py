@@ -118,6 +118,7 @@ def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> Colu
         labels: 0 or 1 per row, [n].
     """
     number = choice.features[0]
+    # A number that is also looked up as IDs, such as an hour, needs no ranges.
     if not isinstance(number, Number) or any(isinstance(feature, IdFeature) for feature in choice.features):
         return choice
     result = ranges_gain(floats_of(sample[choice.column], number.part, number.unit), labels)

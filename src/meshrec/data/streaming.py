@@ -253,6 +253,7 @@ class _Lane:
             if start < end:
                 pieces.append(self._window.part(start, end))
             self._position = self._window_start + end
+            # A window may be longer than a part, so it stays until all of its samples are read.
             if end == num:
                 self._window = None
         return pieces

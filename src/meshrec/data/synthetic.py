@@ -313,6 +313,7 @@ def synthetic_clicks(
         seed=seed,
         teacher=teacher,
     )
+    # The same teacher and ID distributions, but other random numbers.
     validation = replace(train, num_samples=num_validation, split=1)
 
     def held_out(source: ClickSource) -> StreamReader | None:

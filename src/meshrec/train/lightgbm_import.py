@@ -51,5 +51,6 @@ def import_lightgbm() -> ModuleType:
         return needs("lightgbm", "lightgbm")
     finally:
         sys.meta_path.remove(hider)
+        # Removed from `sys.modules`, so that a later import by other code gets a complete module.
         for name in [name for name in sys.modules if name.partition(".")[0] == "lightgbm"]:
             del sys.modules[name]

@@ -184,6 +184,7 @@ class RunFolder:
                 "state": name,
                 "error": error,
                 "step": step,
+                # By process ID and host, `state` detects a killed run, which could not write its end.
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "time": timestamp(),

@@ -162,6 +162,7 @@ class TrainStep:
 
     def _describe_failure(self, batch: "Batch", loss: float) -> str:
         """Return a message that says where NaN or infinity first occurred: in the batch or in a module."""
+        # The batch is checked first, because its values spread to the outputs of all modules.
         if not bool(torch.isfinite(batch.dense).all()):
             cause = "the batch already has dense values that are NaN or infinite"
         else:

@@ -381,6 +381,7 @@ class Trainer:
 
     def _check_precision(self) -> None:
         """Compute the loss for the reported weights in bf16 and in fp32, and report both. Collective."""
+        # Training data serves, too, because only the two precisions are compared.
         reader = self.dataset.train if self.dataset.validation is None else self.dataset.validation
         self.loss_check = check_loss(self.built.model, reader, self.ranks, self.recipe.loss)
         if self.loss_check is not None:

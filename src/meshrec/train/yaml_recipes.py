@@ -36,6 +36,7 @@ def from_yaml(path: Path) -> Recipe:
     """
     yaml = needs("yaml", "cli")
 
+    # Defined here, because yaml is an optional package.
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         """Loader that reads 1e-3 as a float."""
 

@@ -541,6 +541,7 @@ def joined_tables(
         keys=feature_names,
         values=torch.cat(values),
         lengths=torch.cat(lengths),
+        # Remapping replaces only IDs, so the weights are those of the input, in table order.
         weights=in_order(features, feature_names).weights_or_none(),
     )
 

@@ -491,6 +491,8 @@ class Features(Encoding):
         """
         state, first, schema = None, 0, None
         for table in tables:
+            # Hashes of row numbers decide which rows are sampled, so the numbers continue from table to
+            # table.
             rows = np.arange(first, first + table.num_rows, dtype=np.int64)
             messages = self.wrong_columns(table.schema)
             if messages:

@@ -59,6 +59,7 @@ def map_vocabularies(digest: Mapping[str, Any], path: str | Path) -> mmap.mmap:
     try:
         with open_regular(file) as descriptor:
             verify_file(descriptor, FileDigest(digest["num_bytes"], "", tuple(digest["checksums"])), file)
+            # Mapped instead of copied: all processes on the host share the pages.
             return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     except (OSError, DamageError) as error:
         raise DataError(

@@ -183,6 +183,7 @@ def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list
     """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
     if not torch.jit.is_scripting():
         return core.KeyedTensor.regroup(keyed_tensors, groups)
+    # TorchScript compiles only this branch, on plain lists of tensors, keys and lengths.
     values: list[Tensor] = []
     keys: list[list[str]] = []
     lengths: list[list[int]] = []

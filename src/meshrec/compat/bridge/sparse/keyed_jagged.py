@@ -528,6 +528,7 @@ def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
         values=torch.empty(0, dtype=kjt.values().dtype, device=kjt.device()),
         weights=None if weights is None else torch.empty(0, dtype=weights.dtype, device=kjt.device()),
         lengths=torch.empty(0, dtype=kjt.lengths().dtype, device=kjt.device()),
+        # A batch size per key and rank leaves no common batch size, so only one of both is given.
         stride=kjt.stride() if strides is None else None,
         stride_per_key_per_rank=strides,
     )
