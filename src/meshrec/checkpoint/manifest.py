@@ -350,8 +350,8 @@ def _check_files(manifest: Manifest) -> None:
 def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
     """Raise DamageError if a tensor's record is inconsistent.
 
-    The name must start with the entry, all pieces must lie inside their files and have the expected blocks,
-    and every tensor element must be in exactly one piece.
+    The name must start with the entry. All pieces must lie inside their files and have the expected blocks.
+    Every tensor element must be in exactly one piece.
     """
     label = tensor_label(name)
     if name != record.entry and not name.startswith(f"{record.entry}."):

@@ -89,8 +89,8 @@ def import_rows(source: str | Path, module: nn.Module, table: str, *, optimizer:
     """Replace a table's rows with rows from a Parquet file. Collective.
 
     A hashed table then has exactly the IDs in the file. Its eviction statistics, and the counts of IDs
-    waiting for admission, restart. In a fixed table, row i is replaced with the row of ID i, and rows whose
-    ID is not in the file are unchanged. The update count, which some optimizers use, is unchanged.
+    waiting for admission, restart. In a fixed table, row i is replaced with the row of ID i; rows whose ID
+    is not in the file are unchanged. The update count, which some optimizers use, is unchanged.
 
     The file is read twice, because all values are checked before the first row changes.
 
@@ -360,8 +360,8 @@ def _part(column: str) -> str:
 def _arrow_type(pa: Any, manifest: Manifest, name: str) -> Any:
     """Return the Arrow type of the Parquet column for a checkpoint tensor.
 
-    The type is float32 (float16 for an fp16 tensor) for a tensor [N], and a fixed-size list of such values
-    for a tensor [N, dim].
+    A tensor [N] gets float32 (float16 for an fp16 tensor). A tensor [N, dim] gets a fixed-size list of such
+    values.
     """
     record = manifest.tensors[name]
     kind = pa.float16() if record.dtype == torch.float16 else pa.float32()

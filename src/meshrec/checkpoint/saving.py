@@ -220,10 +220,10 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
 class PendingSave:
     """A checkpoint save running in the background.
 
-    On every rank, a child process writes the data file, and then the note, a small file with the positions of
-    the tensor pieces in the data file. With a store, a thread on every rank then uploads both files. Rank 0
-    always has a thread. It waits for the notes from all ranks, and then writes the manifest, which completes
-    the checkpoint.
+    On every rank, a child process writes the data file, and then the note. The note is a small file with the
+    positions of the tensor pieces in the data file. With a store, a thread on every rank then uploads both
+    files. Rank 0 always has a thread. This thread waits for the notes from all ranks, and then writes the
+    manifest, which completes the checkpoint.
 
     Args:
         job: the save, whose writer processes are running.

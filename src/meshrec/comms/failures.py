@@ -190,10 +190,10 @@ def count_start(group: dist.ProcessGroup) -> None:
 def check_group(group: dist.ProcessGroup) -> None:
     """Check, before a collective, that all ranks in a group will start the same collective.
 
-    If this rank has announced an error since the last check, wait until all other ranks have announced an
-    error at the same position, that is, after the same number of collectives. If a rank does not do so within
-    ``_SAME_ERROR_SECONDS``, or reports that a rank has failed alone, the group rejects this and all further
-    collectives.
+    If this rank has announced an error since the last check, wait for the errors of all other ranks. These
+    errors must have the same position, which is the number of collectives before the error. If such an error
+    is missing after ``_SAME_ERROR_SECONDS``, or a rank reports that a rank has failed alone, the group
+    rejects this and all further collectives.
 
     Args:
         group: ranks in the collective.
@@ -215,9 +215,9 @@ def check_group(group: dist.ProcessGroup) -> None:
 def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
     """Return the combined error of other ranks which have failed alone; None if no rank has.
 
-    A rank has failed alone if it has raised an error before a collective which this rank has started, and
-    this rank has not raised an error at the same position. After such an error, ``group`` rejects all
-    collectives, and this rank passes the error on to its peers.
+    A rank has failed alone if two things hold: it has raised an error before a collective which this rank has
+    started, and this rank has not raised an error at the same position. After such an error, ``group``
+    rejects all collectives, and this rank passes the error on to its peers.
 
     Args:
         group: ranks to ask about; None for all ranks.

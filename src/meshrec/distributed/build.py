@@ -415,8 +415,8 @@ def compile_routing(
     """Compile a verified plan into routes and lookups; see `compile_plan`.
 
     A table with a fused optimizer may need sums over whole rows, for the optimizer or the eviction policy.
-    Rectangles (row and column ranges) of such a table are cut into parts, so that any two parts have either
-    the same rows or disjoint rows.
+    Rectangles (row and column ranges) of such a table are cut into parts. Any two parts then have either the
+    same rows or disjoint rows.
 
     Args:
         tables: tables in the unsharded module.
@@ -601,7 +601,7 @@ def _initial_blocks(
 
 
 def _broadcast_weights(shards: LocalShards, axis: Axis) -> None:
-    """Overwrite the weights in ``shards`` by the weights on the axis's first rank. Collective."""
+    """Overwrite the weights in ``shards`` with the weights on the axis's first rank. Collective."""
     for shard in shards.shards:
         # Only fixed tables have rows in the parameter.
         if shard.is_fixed:

@@ -17,7 +17,7 @@ _KINDS: tuple[type[Exception], ...] = (RowFileError, *KINDS)
 
 
 class RowArrival:
-    """Wait until the rows which a batch looks up are in memory.
+    """Synchronization of all ranks on the arrival of a batch's rows in memory.
 
     Reading a file may fail on a single rank. The ranks therefore exchange their status in a small collective
     per batch, and raise together. The message also contains a fingerprint of the slots (memory positions) for

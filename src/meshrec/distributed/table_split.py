@@ -77,7 +77,7 @@ class FixedSplit:
         return condition
 
     def rows_loaded(self) -> None:
-        """Called after rows were loaded. Does nothing, because other ranks need not know about them."""
+        """Do nothing: other ranks need not know that rows of a fixed table were loaded."""
 
     def _split_tensor(
         self,
@@ -176,7 +176,7 @@ class GrowableSplit:
         return bool(flag)
 
     def rows_loaded(self) -> None:
-        """Called after rows were loaded. Counts the rows on all ranks again. Collective."""
+        """Count the rows on all ranks again, after rows were loaded. Collective."""
         self._admission_eviction.recount()
 
     def _key_ordered(self, module: TableModule) -> Callable[[str, torch.dtype, bool], Tensor]:

@@ -150,8 +150,8 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
 def interface_of(manifest: Mapping[str, Any]) -> str:
     """Return the interface of a package's programs as JSON: weights, features and outputs.
 
-    Every exported program contains a copy. `verify_package` compares it with the manifest, to detect that
-    the manifest belongs to another program, for example with other weight shapes or another feature order.
+    Every exported program contains a copy, which `verify_package` compares with the manifest. A manifest of
+    another program, with other weight shapes or another feature order, is thereby detected.
     """
     values = {name: manifest[name] for name in (*_INTERFACE, *_OPTIONAL) if name in manifest}
     return json.dumps({**values, "weights": [WeightRecord(**weight) for weight in manifest["weights"]]})

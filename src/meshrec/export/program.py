@@ -24,8 +24,8 @@ class Program(nn.Module):
     Samples may share features, for example all candidate items for one user share the user features. The
     batch then has R shared rows, and the argument ``group`` [B] has the index of every sample's shared row.
     Lengths of shared features are [R] instead of [B], and dense is [R, num_dense] if it is shared. Shared
-    features are looked up once per shared row instead of once per sample, and `export_program` also computes
-    everything that depends only on them once per shared row. Features of an EmbeddingCollection (a vector per
+    features are looked up once per shared row, not once per sample. `export_program` extends this to all
+    values that depend only on shared features. Features of an EmbeddingCollection (a vector per
     ID) are repeated per sample before the lookup.
 
     Args:

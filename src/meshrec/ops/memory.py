@@ -166,10 +166,12 @@ def keep_freed_memory() -> bool:
     """Let the process keep up to 256 MiB that a training step frees, for use in the next step.
 
     By default, glibc returns large buffers to the system at once, and every step waits for thousands of page
-    faults to get them back. Blocks above 32 MiB are still returned. The compiled kernels also keep up to 256
-    MiB in large buffers outside malloc's heap, placed next to each other, so that the phases of a step reuse
-    the same memory (torch 2.11 or later). No effect with other C libraries, or if the user has set malloc's
-    environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
+    faults to get them back. Blocks above 32 MiB are still returned. With torch 2.11 or later, the compiled
+    kernels also keep up to 256 MiB in large buffers outside malloc's heap. These buffers are adjacent, so that
+    the phases of a step reuse the same memory.
+
+    No effect with other C libraries, or if the user has set malloc's environment variables
+    (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:
         Whether the settings were applied.

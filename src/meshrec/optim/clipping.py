@@ -162,9 +162,9 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return a list of partial norms. The p-norm of this list is the total gradient norm.
 
-    The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). For
-    every group of ranks over which a model is sharded, it also has the joint norm of the sharded parameters'
-    gradients on all these ranks. Collective if there is such a group.
+    The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). The
+    other gradients enter by rank group: the list has their joint norm over all ranks of the group.
+    Collective if there is such a group.
 
     Args:
         parameters: Parameters with the gradients.

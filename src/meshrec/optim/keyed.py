@@ -304,7 +304,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Always False."""
+        """False: only fused tables are updated in the backward pass."""
         return False
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
@@ -396,7 +396,7 @@ class CombinedOptimizer(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported, because it is ambiguous which optimizer should get the group.
+        """Raise ValueError, because it is ambiguous which optimizer should get the group.
 
         Raises:
             ValueError: Always.

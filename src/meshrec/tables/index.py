@@ -66,8 +66,8 @@ class ArrivingRows(Protocol):
 class Index(Protocol):
     """Map from the keys in a table rectangle to slots.
 
-    The same calls in the same order must assign the same slots, because rectangles with other columns in the
-    same rows are looked up and compared by slot, on the same rank and on other ranks.
+    The same calls in the same order must assign the same slots. Rectangles with other columns in the same
+    rows rely on this: they are looked up and compared by slot, on the same rank and on other ranks.
 
     An index may have an attribute ``slot_keys``, the key per slot, int64. Stochastic rounding in 16-bit rows
     then depends on the key instead of the slot.

@@ -258,7 +258,7 @@ class FusedOptimizer(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported, because tables get their optimizer when the module is fused or sharded.
+        """Raise ValueError, because tables get their optimizer when the module is fused or sharded.
 
         Raises:
             ValueError: always.

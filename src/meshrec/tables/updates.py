@@ -584,8 +584,8 @@ class TableUpdates:
     ) -> list[_RectangleUpdate] | _SplitUpdate:
         """Prepare the update of the rectangles split by columns. Collective.
 
-        A single kernel call updates all rectangles (``_SplitUpdate``) if the statistics over whole rows need
-        only the gradient, and if all rectangles are trained, at the same step, by this lookup alone.
+        A single kernel call (``_SplitUpdate``) updates all rectangles on two conditions. The statistics over
+        whole rows need only the gradient, and this lookup alone trains all rectangles, at the same step.
         Otherwise every rectangle has a separate update. The ranks exchange the same data in both cases.
 
         Args:

@@ -302,8 +302,9 @@ def key_blocks(
 ):
     """Return the key blocks to visit for queries in [start, end), as three ranges for `nth_block`.
 
-    The first range has the blocks with contextual tokens, the second those with history, and the third those
-    with targets, because a target attends to itself. The result has five block numbers or counts:
+    The first range has the blocks with contextual tokens, and the second range those with history. The third
+    range has the blocks with targets, because a target attends to itself. The result has five block numbers
+    or counts:
 
     - End of the first range, which starts at 0.
     - Start of the second range.

@@ -60,8 +60,8 @@ def pack_buckets(keys_n: Tensor) -> Tensor:
     row and of the next six rows. The key range is divided into equal intervals (see ``num_home_buckets``),
     and bucket i belongs to interval i. A bucket starts at the first key of the interval. If the previous
     bucket ends before this key, the bucket starts where the previous bucket ends, so that no key is left out.
-    A search for a key therefore begins at the bucket of the key's interval, and if that bucket ends before
-    the key, continues with the next bucket. The last bucket is filled up with copies of the last key.
+    A search for a key therefore begins at the bucket of the key's interval. If that bucket ends before the
+    key, the search continues with the next bucket. The last bucket is filled up with copies of the last key.
 
     Args:
         keys_n: int64 [n], ascending.

@@ -65,8 +65,8 @@ class StoredRows:
 class RowRegions(StoredRows):
     """Rows of a table rectangle (a row interval times a column interval) in a file.
 
-    The file consists of regions. A region gets initial values when one of its rows is first used, so a new
-    table needs no time and no disk space for unused rows. See
+    The file consists of regions. A region gets initial values when one of its rows is first used. A new table
+    therefore needs no time and no disk space for unused rows. See
     [Note: the scratch file of a table] in ``file.py``.
 
     Args:

@@ -63,7 +63,7 @@ class RankGroup(Protocol):
         """Return the elementwise sum of an int64 tensor over all ranks. Collective."""
 
     def row_sums(self, table: int, values: Sequence[Tensor]) -> list[Tensor]:
-        """Complete per-row sums, such as squared norms, if rows are split by columns. Collective.
+        """Sum values per row, such as squared norms, over the column shards of a table. Collective.
 
         Adds to every row's value the values from the ranks holding the row's other columns.
 
