@@ -167,8 +167,8 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns large buffers to the system at once, and every step waits for thousands of page
     faults to get them back. Blocks above 32 MiB are still returned. With torch 2.11 or later, the compiled
-    kernels also keep up to 256 MiB in large buffers outside malloc's heap. These buffers are adjacent, so that
-    the phases of a step reuse the same memory.
+    kernels also keep up to 256 MiB in large buffers outside malloc's heap. These buffers are adjacent, so the
+    phases of a step reuse the same memory.
 
     No effect with other C libraries, or if the user has set malloc's environment variables
     (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).

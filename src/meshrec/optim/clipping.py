@@ -162,8 +162,8 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return a list of partial norms. The p-norm of this list is the total gradient norm.
 
-    The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). The
-    other gradients enter by rank group: the list has their joint norm over all ranks of the group.
+    The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). For
+    every rank group that shards parameters, the list also has the joint gradient norm of these parameters.
     Collective if there is such a group.
 
     Args:
