@@ -119,6 +119,7 @@ def _plain_array(array: Any) -> Any:
         return _hex_strings(array)
     if pa.types.is_temporal(kind):
         integers, missing = _int64s(array)
+        # From ns to µs, rounded down also before 1970.
         return pa.array(integers // 1000, mask=missing).cast(target)
     return array.cast(target)
 

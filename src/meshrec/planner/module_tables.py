@@ -74,6 +74,7 @@ def tables_of_model(
     """
     names_by_path = tables_by_path(model, sharders)
     names = full_names(names_by_path)
+    # By full name, because several modules may use the same table name.
     constraints = by_full_name(constraints or {}, names_by_path, "constraints name")
     default_wires = default_wire if isinstance(default_wire, TableWires) else TableWires(default_wire)
     given = by_full_name(default_wires.tables, names_by_path, "wire formats name")

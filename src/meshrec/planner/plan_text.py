@@ -89,6 +89,7 @@ def _report(report: PlanReport) -> RenderableType:
     for phase in used:
         summary.add_row(phase, f"{report.phases[phase] * 1e3:.3f}")
     summary.add_row("step", f"{report.seconds * 1e3:.3f}", style="bold")
+    # Equal if a pipeline has nothing to hide.
     if report.pipelined_seconds < report.seconds:
         summary.add_row("step, pipelined", f"{report.pipelined_seconds * 1e3:.3f}")
     title = "rank by rank, without latencies, which all ranks share"

@@ -103,6 +103,7 @@ def export_run(
         rounding = description["rounding"]
     # The model below may be replaced by a part of it; deltas keep the names of the trained model.
     trained = model
+    # A package lists all items, so its item table must have a row per item.
     if isinstance(recipe.data, LogSource) and recipe.data.hashed is not None:
         model, recipe, dataset = _unhash_items(model, recipe, recipe.data, run, quantised)
     parts = _package_parts(model, recipe, run, dataset)

@@ -70,6 +70,7 @@ def leaderboard(
             "Train the models one by one, and use `meshrec runs compare`."
         )
     source = recipe.data
+    # Fitted once, so that all models learn from the same features.
     features = source.fit() if isinstance(source, FittedSource) else None
     # Unsharded: everything runs in this process.
     recipe = replace(recipe, placement=replace(Placement(), sharded=False))

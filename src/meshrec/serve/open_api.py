@@ -46,6 +46,7 @@ def schema(repository: Repository) -> dict[str, Any]:
             continue  # not ready: the sample format is unknown
         signature = served.signature
         sample = _sample(signature)
+        # A value may be in either object, so neither schema requires any.
         parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}
         common = {
             "type": "object",

@@ -192,6 +192,7 @@ def check_request(
     # Pass shared inputs once only if all inputs which the model shares are shared; else repeat them.
     shared_once = signature.shared if signature.shared and signature.shared <= shared else frozenset[str]()
     repeated = [f for f, feature in enumerate(signature.features) if feature in shared - shared_once]
+    # Repeating a feature copies its IDs and one length.
     num_repeated = (
         sum(len(values_F[f]) + 1 for f in repeated) + (DENSE in shared - shared_once) * dense.shape[1]
     )

@@ -559,6 +559,7 @@ class Recipe:
                 f"training.batch_size {training.batch_size} cannot be divided among {world_size} ranks; "
                 f"take {choices}."
             )
+        # The base class's method means that the loss has no values per sample.
         if training.chance_patience is not None and type(self.loss).per_sample is Loss.per_sample:
             raise ValueError(
                 f"training.chance_patience is {training.chance_patience}, but {type(self.loss).__name__} has "

@@ -112,6 +112,7 @@ def fit_on_ranks(
     state = merge_ranks(state, axis)
     fitted = None
     with together(axis, name):
+        # Only rank 0 stores the features. The other ranks read the stored ones.
         if axis.rank == 0:
             fitted = _fitted(features, state, source)
     return fitted
