@@ -56,7 +56,7 @@ MISTAKES = [
         (f"{T} --tables.lr fast", "'fast'", f"{T} --tables.lr 0.01"),
         (f"{T} --training.epochs", "--training.epochs", f"{T} --training.epochs 1"),
         (f"{T} --training.epochs 0", "must be at least 1", f"{T} --training.epochs 1"),
-        (f"{T} --training.bf16 yes", "yes", f"{T} --training.bf16"),
+        (f"{T} --training.pipeline yes", "yes", f"{T} --training.pipeline"),
         (f"{T} --training.clip-norm -1", "it must be above 0", f"{T} --training.clip-norm 1"),
         (
             f"{T} --model.layers 32,16",

@@ -146,7 +146,7 @@ def test_hidden_items_are_predicted_from_the_items_around_them():
     batch = features([[1, 2, 3], [4, 5]], [[2, 3, 7], [6]])
     chosen = set()
     for _ in range(60):
-        found = model._targets(batch["history"], batch["next"])
+        found = model._select_targets(batch["history"], batch["next"])
         model.draws(found.ids_T)
         pairs = list(
             zip(found.sample_T.tolist(), found.position_T.tolist(), found.ids_T.tolist(), strict=True)

@@ -65,7 +65,11 @@ def as_arrays(batch):
 
 def test_raw_values_become_what_training_reads(run, tmp_path):
     pq.write_table(shop(200, seed=3), tmp_path / "new.parquet")
-    (batch,) = source().scored(features_of(run), tmp_path / "new.parquet", labelled=False).train.batches(200)
+    (batch,) = (
+        source()
+        .dataset_for_scoring(features_of(run), tmp_path / "new.parquet", labelled=False)
+        .train.batches(200)
+    )
     dense, values, lengths = as_arrays(batch)
     raw = predictor_of(export_with(run, tmp_path / "p")).raw
     assert list(raw.columns) == ["price", "user", "tags", "city", "time"]

@@ -51,7 +51,11 @@ def test_the_rows_of_the_test_split_are_scored_as_in_training(run, tmp_path):
     assert scores.select(["user", "time"]).equals(shop(1500).slice(1350).select(["user", "time"]))
     # Training, validation, and another file give the same row the same ids and values.
     (trained,) = data_of_run(load_recipe(run).data, run).test.batches(150)
-    (again,) = source().scored(features_of(run), tmp_path / "test.parquet", labelled=True).train.batches(150)
+    (again,) = (
+        source()
+        .dataset_for_scoring(features_of(run), tmp_path / "test.parquet", labelled=True)
+        .train.batches(150)
+    )
     assert torch.equal(trained.dense, again.dense)
     assert torch.equal(trained.sparse.values(), again.sparse.values())
     assert torch.equal(trained.sparse.lengths(), again.sparse.lengths())
@@ -72,7 +76,7 @@ def test_a_column_of_values_that_training_never_saw_is_warned_of(run, tmp_path, 
 def test_every_split_and_predictions_read_a_row_alike(run):
     data = data_of_run(load_recipe(run).data, run)
     path = run.path.parent / "all.parquet"
-    (every,) = source().scored(features_of(run), path, labelled=False).train.batches(1500)
+    (every,) = source().dataset_for_scoring(features_of(run), path, labelled=False).train.batches(1500)
     for reader, num in ((data.train, 1200), (data.validation, 150), (data.test, 150)):
         (batch,) = reader.batches(1500)
         assert len(batch) == num

@@ -36,7 +36,11 @@ def served(made_once):
     """A server of a run's model and of its towers, the columns of some samples, and their scores."""
     folder = made_once("shop", make_shop)
     run, whole, query = RunFolder(folder / "r"), folder / "whole", folder / "query"
-    (batch,) = source().scored(features_of(run), folder / "new.parquet", labelled=False).train.batches(40)
+    (batch,) = (
+        source()
+        .dataset_for_scoring(features_of(run), folder / "new.parquet", labelled=False)
+        .train.batches(40)
+    )
     with torchs_own_warnings(), pytest.MonkeyPatch.context() as patch:
         predictor = Predictor(whole)
         open_with(patch, Predictor, check_package)

@@ -50,7 +50,7 @@ def test_files_of_a_log_are_read_as_one(tmp_path):
     assert sum(map(len, bags(data.test, "seen"))) == 90 - 9
     source = Log(log=(str(tmp_path),), columns=columns)
     with pytest.raises(ValueError, match="scores"):
-        source.scored(source.fit(), str(tmp_path), labelled=False)
+        source.dataset_for_scoring(source.fit(), str(tmp_path), labelled=False)
 
 
 def test_published_data_is_checked_by_size_and_columns(folder, tmp_path):

@@ -122,15 +122,6 @@ def test_gradients_may_be_exchanged_in_bf16(ranks, small):
     assert any(not torch.equal(weight, exact[name]) for name, weight in first.items())
 
 
-def test_the_old_flag_is_an_alias():
-    with pytest.warns(FutureWarning, match="dense_precision"):
-        training = Training(bf16=True)
-    assert training.dense_precision == "bf16"
-    assert replace(training, dense_precision="fp32").dense_precision == "fp32"
-    with pytest.raises(ValueError, match=r"dense_precision is auto"):
-        Training(bf16=True, dense_precision="auto")
-
-
 @pytest.mark.parametrize(("name", "value"), [("dense_precision", "fp16"), ("dense_gradients", "auto")])
 def test_unknown_precisions_are_refused(name, value):
     with pytest.raises(ValueError, match=f"training.{name} is '{value}'"):

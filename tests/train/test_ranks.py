@@ -9,7 +9,7 @@ def talk() -> tuple:
     ranks = join("cpu")
     values = (
         ranks.sum([ranks.rank, 2.5]),
-        ranks.share(f"from {ranks.rank}"),
+        ranks.broadcast(f"from {ranks.rank}"),
         ranks.collect(ranks.rank),
     )
     ranks.wait_for_all()
@@ -24,7 +24,7 @@ def test_one_process_is_enough():
     alone = join("cpu")
     assert not launched()
     assert alone.is_first
-    assert (alone.sum([2.0]), alone.share("x"), alone.collect(3)) == ([2.0], "x", [3])
+    assert (alone.sum([2.0]), alone.broadcast("x"), alone.collect(3)) == ([2.0], "x", [3])
 
 
 def test_devices(monkeypatch):

@@ -48,7 +48,7 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
     # A checkpoint is returned unchecked. Reading the manifest reports damage with a better message.
     if (path / MANIFEST).exists() and step is None:
         return path
-    last_steps, best = _folders(path)
+    last_steps, best = _checkpoints_by_step(path)
     # If both folders have a step, prefer `checkpoints`, from which training can resume.
     by_step = {**best, **last_steps}
     if not by_step:
@@ -93,15 +93,15 @@ def all_checkpoints(path: str | Path) -> list[Path]:
     return checkpoints
 
 
-def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+def _checkpoints_by_step(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     """Return two dicts from step to finished checkpoint.
 
     For a run, the first dict has the run's latest checkpoints, and the second has its best checkpoints on
     validation data. For any other folder, the first dict has all checkpoints, and the second is empty.
     """
     if not _is_run(path):
-        return _finished(path), {}
-    return _finished(path / CHECKPOINTS), _finished(path / BEST)
+        return _finished_checkpoints(path), {}
+    return _finished_checkpoints(path / CHECKPOINTS), _finished_checkpoints(path / BEST)
 
 
 def _is_run(path: Path) -> bool:
@@ -109,7 +109,7 @@ def _is_run(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or (path / BEST).is_dir()
 
 
-def _finished(folder: Path) -> dict[int, Path]:
+def _finished_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the finished checkpoints in a folder by step."""
     by_step: dict[int, Path] = {}
     # Sorted, so that of several spellings of a step the same one wins, whatever order the file system lists.

@@ -134,7 +134,9 @@ def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
             for comparison in comparisons:
                 console.print(comparison.table())
             if options.out is not None:
-                tables = [(each.title, each.head, each.plain_rows()) for each in comparisons]
+                tables = [
+                    (comparison.title, comparison.head, comparison.plain_rows()) for comparison in comparisons
+                ]
                 data = comparison_data(folders, tables) | {"warnings": warnings}
                 options.out.write_text(to_page("compare.js", data), encoding="utf-8")
                 console.print(f"the page: {options.out}")

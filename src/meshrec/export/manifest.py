@@ -281,11 +281,12 @@ def _check_manifest(parsed: Any) -> None:
     """Raise DamageError if a parsed manifest field is missing or has an invalid value."""
     values = check_fields(parsed, "it", _FIELDS, _OPTIONAL)
     for name in ("torch", "isa", "operators"):
-        _one_line(values[name], name)
+        _check_single_line(values[name], name)
     if not isinstance(values["compiled"], bool):
         raise DamageError("the field compiled must be true or false")
     features = [
-        _one_line(feature, "a feature") for feature in check_names(values["features"], "the list of features")
+        _check_single_line(feature, "a feature")
+        for feature in check_names(values["features"], "the list of features")
     ]
     num_dense = check_integer(values["num_dense"], "the number of dense columns", high=1 << 31)
     check_string(values["outputs"], "the kind of outputs", allowed=("scores", "vectors"))
@@ -318,7 +319,7 @@ def _check_weights(records: Sequence[Any]) -> list[str]:
     names, end = [], 0
     for record in records:
         values = check_fields(record, "a weight", WeightRecord._fields)
-        name = _one_line(values["name"], "the name of a weight")
+        name = _check_single_line(values["name"], "the name of a weight")
         check_string(values["dtype"], f"the dtype of {name!r}", allowed=tuple(_ITEM_SIZES))
         check_integers(values["shape"], f"the shape of {name!r}")
         offset = check_integer(values["offset"], f"the offset of {name!r}")
@@ -365,7 +366,7 @@ def _check_files(values: Mapping[str, Any]) -> None:
         raise DamageError(f"its list of files lacks {missing}")
 
 
-def _one_line(value: Any, label: str) -> str:
+def _check_single_line(value: Any, label: str) -> str:
     """Return a value from the manifest, which must be a string without line breaks.
 
     A string with line breaks could add lines to ``layout.txt``.

@@ -292,7 +292,7 @@ class HistoryModel(nn.Module):
         """
         # Targets per sample; the loss is averaged over them.
         counts_B, device = items.lengths(), items.values().device
-        targets = self._targets(features[self.features.history], items)
+        targets = self._select_targets(features[self.features.history], items)
         # Before the lookup, so that histories, targets and negatives share a single collective.
         negatives = self.draws(targets.ids_T)
         # Target rows come first in ``vectors``, then negatives.
@@ -329,7 +329,7 @@ class HistoryModel(nn.Module):
             history_items=history_items,
         )
         sums_B = losses_T.new_zeros(len(counts_B)).index_add(0, targets.sample_T, losses_T)
-        # Not counts_B: masked models have other targets, see `_targets`.
+        # Not counts_B: masked models have other targets, see `_select_targets`.
         nums_B = torch.zeros(len(counts_B), device=device).index_add(
             0, targets.sample_T, torch.ones_like(losses_T)
         )
@@ -383,7 +383,7 @@ class HistoryModel(nn.Module):
             first_BN[sample_T] < position_T[:, None],
         )
 
-    def _targets(self, history: JaggedTensor, items: JaggedTensor) -> _Targets:
+    def _select_targets(self, history: JaggedTensor, items: JaggedTensor) -> _Targets:
         """Return the training targets.
 
         For a causal model, they are all IDs in ``items``. For a masked model, they are randomly selected

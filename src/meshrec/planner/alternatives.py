@@ -72,16 +72,22 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         table = inputs.tables[index]
         present_sharding = plan.plan[table.module_path][table.local_name]
         replicated_N = np.delete(placements.replicated_T, index)
-        others = UsedCollectives(
+        other_tables = UsedCollectives(
             sharded=bool((~replicated_N).any()),
             row_stats=bool(np.delete(row_stats_T, index).any()),
             data_parallel=bool(replicated_N.any()),
         )
         replicated = bool(placements.replicated_T[index])
         used = UsedCollectives(not replicated, bool(row_stats_T[index]), replicated)
-        before += _latency(model, others, used) - remaining
+        before += _latency(model, other_tables, used) - remaining
         best = _best_per_type(
-            state, problem, model, index, constraints=inputs.constraints, before=before, others=others
+            state,
+            problem,
+            model,
+            index,
+            constraints=inputs.constraints,
+            before=before,
+            other_tables=other_tables,
         )
         # Candidates are split evenly, so an uneven split in the plan may beat all of them.
         present = Alternative(present_sharding.sharding_type.value, max(1, len(present_sharding.shards)), 0.0)
@@ -99,7 +105,7 @@ def _need_row_stats(placements: Placements, model: CostModel) -> Bools:
     return row_stats_T
 
 
-def _latency(model: CostModel, others: UsedCollectives, table: UsedCollectives) -> float:
+def _latency(model: CostModel, other_tables: UsedCollectives, table: UsedCollectives) -> float:
     """Return the fixed step time in seconds when a table is added to the other tables of a plan.
 
     A collective runs if at least one table needs it. So the added table increases the time only if it needs a
@@ -107,10 +113,10 @@ def _latency(model: CostModel, others: UsedCollectives, table: UsedCollectives) 
 
     Args:
         model: cost model.
-        others: collectives for all other tables.
+        other_tables: collectives for all other tables.
         table: collectives for the added table.
     """
-    usage = UsedCollectives(*(any(pair) for pair in zip(others, table, strict=True)))
+    usage = UsedCollectives(*(any(pair) for pair in zip(other_tables, table, strict=True)))
     return float(model.fixed_seconds(usage).sum())
 
 
@@ -122,7 +128,7 @@ def _best_per_type(
     *,
     constraints: Mapping[str, ParameterConstraints],
     before: float,
-    others: UsedCollectives,
+    other_tables: UsedCollectives,
 ) -> dict[str, Alternative]:
     """Return the fastest even split of a table for every sharding type, by sharding type.
 
@@ -136,7 +142,7 @@ def _best_per_type(
         constraints: constraints by table name.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
-        others: collectives which other tables need.
+        other_tables: collectives which other tables need.
     """
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
@@ -152,7 +158,7 @@ def _best_per_type(
         name = sharding_type(problem.layouts_C[candidate], constraints.get(table.name)).value
         sharded = bool(problem.sharded_C[candidate])
         used = UsedCollectives(sharded, bool(problem.row_stats_C[candidate]), not sharded)
-        after += _latency(model, others, used)
+        after += _latency(model, other_tables, used)
         alternative = Alternative(name, max(1, len(placed.placement.rank_N)), after - before)
         if name not in best or alternative.change < best[name].change:
             best[name] = alternative

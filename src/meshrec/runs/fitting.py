@@ -106,7 +106,7 @@ def _of_first(ranks: Ranks, compute: Callable[[], Any]) -> Any:
         # An error must reach all ranks: they wait for rank 0 in the broadcast below.
         except Exception as error:
             result = sendable(error)
-    result = ranks.share(result)
+    result = ranks.broadcast(result)
     if isinstance(result, Exception):
         raise result
     return result

@@ -77,7 +77,7 @@ def ranks_not_seeing(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
         except OSError as refused:
             error = f"{path} cannot be written to ({refused.strerror})"
     # The broadcast also orders the test: the file exists before any rank looks for it.
-    probe, error = ranks.share((probe, error))
+    probe, error = ranks.broadcast((probe, error))
     if error is not None:
         return [], error
     # Poll, because a network file system may show the new file only after some seconds.
@@ -116,7 +116,7 @@ def check_storage(job: Job, folder: RunFolder, ranks_without_access: Sequence[in
         return
     # Collectives come before the return, because all ranks must call them.
     hosts = ranks.collect(socket.gethostname())
-    path = ranks.share(str(folder.path.resolve()))
+    path = ranks.broadcast(str(folder.path.resolve()))
     if not ranks_without_access:
         return
     names = ", ".join(map(str, ranks_without_access[:8])) + (", ..." if len(ranks_without_access) > 8 else "")
@@ -178,7 +178,7 @@ def locked_folder(job: Job, ranks: Ranks) -> Iterator[tuple[RunFolder, list[int]
             path = str(folder.path)
         except ValueError as error:
             refusal = str(error)
-    path, refusal = ranks.share((path, refusal))
+    path, refusal = ranks.broadcast((path, refusal))
     if refusal:
         raise ValueError(refusal)
     with lock or nullcontext():

@@ -180,7 +180,7 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
         ValueError: the source cannot read files, or the columns no longer match the run.
     """
     if isinstance(source, FittedSource):
-        return source.scored(features_of(run), paths, labelled=labelled)
+        return source.dataset_for_scoring(features_of(run), paths, labelled=labelled)
     dataset = source.load()
     if dataset.open is None:
         raise ValueError(

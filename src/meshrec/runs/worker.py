@@ -232,7 +232,7 @@ class _RankRun:
         # Object store for this run's checkpoints; None: they are in the run folder.
         self._store: ObjectStore | None = None
         if job.store is not None:
-            self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
+            self._store = ObjectStore(job.store).under(ranks.broadcast(folder.path.name))
 
     def run(self) -> dict[str, Any]:
         """Load the data, train, evaluate, write the reports, and return the summary. Collective."""

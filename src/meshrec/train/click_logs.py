@@ -75,7 +75,7 @@ class ClickLog(DataSource):
         """Read the log, and return the dataset encoded with fitted features."""
         return self._frame(features=features).dataset(features)
 
-    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+    def dataset_for_scoring(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open another log for scoring.
 
         A history has the user's earlier clicks in that other log. If the log has a column with histories,
@@ -89,7 +89,7 @@ class ClickLog(DataSource):
         from meshrec.data.interactions import HISTORY
 
         table = self.table(data, features)
-        dataset = self._frame(data, features).scored(features, table, labelled=labelled)
+        dataset = self._frame(data, features).dataset_for_scoring(features, table, labelled=labelled)
         # The history is not written next to a score, because user and item already identify the row.
         return replace(
             dataset, id_columns=tuple(column for column in dataset.id_columns if column != HISTORY)

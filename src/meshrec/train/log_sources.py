@@ -128,7 +128,7 @@ class LogSource(ABC):
         """Read the log, and return the dataset encoded with fitted features."""
         return self.dataset_of(self.interactions(features).log, self.held_out)
 
-    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+    def dataset_for_scoring(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open another log for evaluation. For every user, the target is the last item in that log.
 
         Args:
@@ -147,7 +147,7 @@ class LogSource(ABC):
         source = replace(self, evaluated_users=None)
         dataset = source.dataset_of(self.interactions(features, data).log, "leave_last_out")
         assert dataset.test is not None
-        # Scoring reads the training part of a dataset; see `FittedSource.scored`.
+        # Scoring reads the training part of a dataset; see `FittedSource.dataset_for_scoring`.
         return replace(dataset, train=dataset.test, validation=None, test=None)
 
     def load(self) -> "Dataset":

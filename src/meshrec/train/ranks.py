@@ -57,7 +57,7 @@ class Ranks:
         dist.all_reduce(total, group=self.control)
         return [float(value) for value in total]
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank. Collective. The value must be picklable."""
         if self.control is None:
             return value

@@ -4,7 +4,6 @@ A recipe is a function without arguments that returns a `Recipe`. ``meshrec trai
 options.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -69,7 +68,7 @@ class FittedSource(Protocol):
     def dataset(self, features: "Features") -> "Dataset":
         """Open the data with fitted features."""
 
-    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+    def dataset_for_scoring(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open other data with the same columns, in data order.
 
         Args:
@@ -222,7 +221,7 @@ class TableSource(ABC):
             window=self.window,
         )
 
-    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+    def dataset_for_scoring(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
         """Open other data with the same columns, in data order.
 
         Args:
@@ -385,8 +384,6 @@ class Training:
     """
     dense_gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which ranks exchange dense gradients. Their mean is computed in fp32."""
-    bf16: bool = False
-    """Old name of dense_precision bf16; the next release removes it."""
     pipeline: bool = True
     """Whether ranks exchange the next batch's IDs while the current batch computes. Results are the same."""
     balance: bool = True
@@ -411,21 +408,6 @@ class Training:
     """Number of batches to read ahead."""
 
     def __post_init__(self) -> None:
-        if self.bf16:
-            if self.dense_precision == "auto":
-                raise ValueError(
-                    "training.bf16 is the old name of training.dense_precision bf16, and "
-                    "training.dense_precision is auto. Leave training.bf16 out."
-                )
-            warnings.warn(
-                "training.bf16 is now training.dense_precision bf16, and the next release removes the old "
-                "name.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            # Reset the old option: dataclasses.replace(training, dense_precision="fp32") must take effect.
-            object.__setattr__(self, "dense_precision", "bf16")
-            object.__setattr__(self, "bf16", False)
         for name, allowed in (
             ("dense_precision", ("fp32", "bf16", "auto")),
             ("dense_gradients", ("fp32", "bf16")),

@@ -94,7 +94,7 @@ class CheckpointSaver:
                 self._mirror = (folder.path, store.under(RUN_FILES))
         elif any(isinstance(parameter, PlaceholderTensor) for parameter in built.model.parameters()):
             # Placeholder parameters have no tensor data: an in-memory copy would miss their rows.
-            path = ranks.share(make_scratch("meshrec-best") if ranks.is_first else None)
+            path = ranks.broadcast(make_scratch("meshrec-best") if ranks.is_first else None)
             if ranks.is_first:
                 finalize(self, remove_scratch, path)
             best = CheckpointManager(path, keep_last=1)

@@ -261,10 +261,10 @@ def tune(
     # Other ranks follow rank 0: they train the values that it shares until it shares None, and then the
     # result.
     if not ranks.is_first:
-        while (values := ranks.share(None)) is not None:
+        while (values := ranks.broadcast(None)) is not None:
             train(values)
         # The value that rank 0 shares last.
-        best: BestTrial = ranks.share(None)
+        best: BestTrial = ranks.broadcast(None)
         return best
     search.logging.set_verbosity(search.logging.WARNING)
     with _preserved_logging(), _named_errors(storage):
@@ -282,7 +282,7 @@ def tune(
 
     def objective(trial: "optuna.Trial") -> float:
         """Propose option values, share them with all ranks, and return the trial's result."""
-        values = ranks.share({name: options.suggest(trial, name) for name, options in space.items()})
+        values = ranks.broadcast({name: options.suggest(trial, name) for name, options in space.items()})
         worth = train(values, trial)
         tell(f"trial {trial.number}: {worth:.5f}  {_format_values(values)}")
         return worth
@@ -290,9 +290,11 @@ def tune(
     with _named_errors(storage):
         # Errors of a trial end the search, except pruning.
         study.optimize(objective, n_trials=max(0, trials - num_finished), catch=())
-    ranks.share(None)
+    ranks.broadcast(None)
     number = study.best_trial.number
-    result: BestTrial = ranks.share(BestTrial(study.best_params, study.best_value, number, len(study.trials)))
+    result: BestTrial = ranks.broadcast(
+        BestTrial(study.best_params, study.best_value, number, len(study.trials))
+    )
     return result
 
 

@@ -161,7 +161,7 @@ class WideDeepConfig(ModelConfig):
                     "model.shrinkage."
                 )
         seed = recipe.training.seed
-        fitted = ranks.share(_fit_initial_values(wide, dataset, self, seed) if ranks.is_first else None)
+        fitted = ranks.broadcast(_fit_initial_values(wide, dataset, self, seed) if ranks.is_first else None)
         # Not strict: parameters without fitted values keep their initial values.
         model.load_state_dict(_initial_state(wide, fitted, seed), strict=False)
         if wide.trees is not None:

@@ -203,7 +203,7 @@ def test_crosses_know_what_they_were_fitted_on(tmp_path) -> None:
     (tmp_path / "b.csv").write_text("y,zip,n\n0,007,1\n")
     source = Csv(train=(str(tmp_path / "a.csv"),), features=features, split_by="random")
     fitted = Features.from_json(json.loads(json.dumps(source.fit().to_json())))
-    (batch,) = source.scored(fitted, str(tmp_path / "b.csv"), labelled=False).train.batches(1)
+    (batch,) = source.dataset_for_scoring(fitted, str(tmp_path / "b.csv"), labelled=False).train.batches(1)
     assert batch.sparse.values().tolist() == [fitted["c"].row_of(("007", 1))]
     wrong = fitted.wrong_columns(pa.schema({"y": pa.int64(), "zip": pa.int64(), "n": pa.int64()}))
     assert wrong[0].startswith("column 'zip' holds integer, and held text when feature 'c' was fitted.")

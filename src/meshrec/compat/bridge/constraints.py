@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from meshrec.compat.bridge.plans import is_error
+from meshrec.compat.bridge.plans import raises_on_invalid_ids
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 from meshrec.planner import types
 
@@ -81,7 +81,7 @@ class ParameterConstraints:
             )
         for name, reason in _REFUSED.items():
             value = getattr(self, name)
-            if value is not None and not (name == "bounds_check_mode" and is_error(value)):
+            if value is not None and not (name == "bounds_check_mode" and raises_on_invalid_ids(value)):
                 raise ValueError(f"MeshRec's planner has no constraint {name}: {reason}. Leave {name} out.")
         if self.use_virtual_table:
             raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")

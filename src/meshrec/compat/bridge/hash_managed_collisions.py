@@ -178,7 +178,7 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
             remapped[name] = JaggedTensor(values=rows[hits], lengths=lengths, weights=weights)
         return remapped
 
-    def is_kept(self, features: Jagged) -> Tensor | None:
+    def retained_mask(self, features: Jagged) -> Tensor | None:
         """Return whether `remap` keeps each ID, bool [n]. None without ``disable_fallback``."""
         if not self._disable_fallback:
             return None

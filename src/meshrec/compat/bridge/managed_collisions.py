@@ -99,7 +99,7 @@ class ManagedCollisionModule(nn.Module, ABC):
             mutate_miss_lengths: whether bags get shorter if the module drops IDs without a row.
         """
 
-    def is_kept(self, features: Jagged) -> Tensor | None:
+    def retained_mask(self, features: Jagged) -> Tensor | None:
         """Return whether `remap` keeps each ID, bool [n], over all features. None: it keeps all IDs.
 
         A module whose `remap` drops IDs must override this method. It is called after `remap`.
@@ -452,11 +452,11 @@ class ManagedCollisionCollection(nn.Module):
         ]
         joined = joined_tables(features, self._feature_names, remapped)
         modules = dict(self._modules_by_table())
-        masks = [modules[table].is_kept(bags[index]) for index, table in enumerate(tables)]
+        masks = [modules[table].retained_mask(bags[index]) for index, table in enumerate(tables)]
         if all(mask is None for mask in masks) or joined.weights_or_none() is None:
             return joined
         # The modules do not see the weights of IDs, so those of dropped IDs are removed here.
-        is_kept = [
+        is_retained = [
             torch.ones(len(bags[index][table].values()), dtype=torch.bool) if mask is None else mask
             for index, (table, mask) in enumerate(zip(tables, masks, strict=True))
         ]
@@ -464,7 +464,7 @@ class ManagedCollisionCollection(nn.Module):
             keys=joined.keys(),
             values=joined.values(),
             lengths=joined.lengths(),
-            weights=joined.weights()[torch.cat(is_kept)],
+            weights=joined.weights()[torch.cat(is_retained)],
         )
 
     def evict(self) -> dict[str, Tensor | None]:

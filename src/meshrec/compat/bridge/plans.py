@@ -30,7 +30,7 @@ class BoundsCheckMode(enum.IntEnum):
     V2_FATAL = 6
 
 
-def is_error(mode: Any) -> bool:
+def raises_on_invalid_ids(mode: Any) -> bool:
     """Return whether a `BoundsCheckMode` raises an error for invalid IDs, which is MeshRec's default."""
     return mode in (BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
@@ -207,7 +207,7 @@ def _table_to_core(name: str, placed: ParameterSharding) -> core.ParameterShardi
     for argument in _NOT_HERE:
         # A mode that raises for invalid IDs is accepted, because MeshRec's lookups raise as well.
         value = getattr(placed, argument)
-        if value is not None and not (argument == "bounds_check_mode" and is_error(value)):
+        if value is not None and not (argument == "bounds_check_mode" and raises_on_invalid_ids(value)):
             raise ValueError(f"table {name!r}: MeshRec has no {argument}. Leave it out of the plan.")
     sharding_type = _member(core.ShardingType, name, placed.sharding_type)
     kernel = _member(core.EmbeddingComputeKernel, name, placed.compute_kernel)

@@ -42,14 +42,14 @@ def pruned(module: nn.Module) -> nn.Module:
     replaced: dict[int, nn.Module] = {}
     for child in module.modules():
         if isinstance(child, TableCollection):
-            replaced[id(child)] = _with_first_rows(child, getattr(child, _NUM_ROWS, {}))
-    # `_with_first_rows` returns the collection itself if none of its tables is pruned.
+            replaced[id(child)] = _with_num_rows(child, getattr(child, _NUM_ROWS, {}))
+    # `_with_num_rows` returns the collection itself if none of its tables is pruned.
     if all(id(replacement) == original for original, replacement in replaced.items()):
         return module
     return replaced.get(id(module)) or copy_except(module, replaced)
 
 
-def _with_first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
+def _with_num_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
     """Return a collection with only the first rows of some tables, as views.
 
     If the collection has none of these tables, it is returned unchanged.

@@ -29,14 +29,14 @@ _logger = logging.getLogger("meshrec")
 M = TypeVar("M", bound=nn.Module)
 
 
-class _AnySharder(ABCMeta):
+class _SharderMeta(ABCMeta):
     """Metaclass that makes MeshRec's sharders instances of TorchRec's ``ModuleSharder``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, core.EmbeddingBagCollectionSharder | core.EmbeddingCollectionSharder)
 
 
-class ModuleSharder(Generic[M], metaclass=_AnySharder):
+class ModuleSharder(Generic[M], metaclass=_SharderMeta):
     """Type of all sharders, for annotations: ``ModuleSharder[nn.Module]``."""
 
 

@@ -145,7 +145,7 @@ class GrowingRows:
             part.data = new
 
 
-def copy_with_owner(owner: Any, memory: Mapping[str, Tensor]) -> None:
+def install_copy_hooks(owner: Any, memory: Mapping[str, Tensor]) -> None:
     """Make ``copy.deepcopy`` and ``pickle`` copy the whole table when they meet one of its memory tensors.
 
     The copy of a tensor is then the tensor of the same name in the copied table. Without this hook, each

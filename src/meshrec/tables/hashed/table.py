@@ -30,7 +30,7 @@ from meshrec.tables.hashed.file import CachedKeys
 from meshrec.tables.hashed.initial import InitialRows
 from meshrec.tables.hashed.key_ordered import KeyOrderedRows
 from meshrec.tables.hashed.keys import Hashed
-from meshrec.tables.hashed.memory import copy_with_owner
+from meshrec.tables.hashed.memory import install_copy_hooks
 from meshrec.tables.hashed.row_store import ALIVE, RowStore
 from meshrec.tables.hashed.slots import PinnedRows, SlotStates, unused_slots
 from meshrec.tables.index import Index, Resolved
@@ -89,7 +89,7 @@ class HashedTable:
         self.admission_counts = self._new_admission_counts()
         self._key_ordered_ref: ReferenceType[KeyOrderedRows] | None = None
         """Weak reference to the last result of ``key_ordered``."""
-        copy_with_owner(self, self.memory)
+        install_copy_hooks(self, self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_in_memory()

@@ -171,9 +171,9 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
         """Copy the values of ``jt``, which must have the same tensors with the same shapes."""
         self._values.copy_(jt._values, non_blocking=non_blocking)
-        copy_part(self._weights, jt._weights, non_blocking)
-        copy_part(self._lengths, jt._lengths, non_blocking)
-        copy_part(self._offsets, jt._offsets, non_blocking)
+        copy_if_present(self._weights, jt._weights, non_blocking)
+        copy_if_present(self._lengths, jt._lengths, non_blocking)
+        copy_if_present(self._offsets, jt._offsets, non_blocking)
         return self
 
     @staticmethod
@@ -253,7 +253,7 @@ def check_counts(lengths: Tensor | None, offsets: Tensor | None) -> None:
             raise AssertedError(f"{name} must be integers, got {counts.dtype}. Convert them with .long().")
 
 
-def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:
+def copy_if_present(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:
     """Copy ``source`` to ``target`` unless either is None.
 
     Args:

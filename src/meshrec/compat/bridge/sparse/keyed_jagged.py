@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse.jagged import JaggedParts, JaggedTensor, check_counts, copy_part
+from meshrec.compat.bridge.sparse.jagged import JaggedParts, JaggedTensor, check_counts, copy_if_present
 from meshrec.compat.bridge.sparse.keyed_parts import KeyedParts
 from meshrec.compat.bridge.sparse.kinds import Kind, is_traced, with_methods_of
 from meshrec.compat.bridge.sparse.printing import keyed_jagged_text
@@ -330,9 +330,9 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
     def copy_(self, kjt: "KeyedJaggedTensor", non_blocking: bool = False) -> "KeyedJaggedTensor":
         """Copy the values of ``kjt``, which must have the same tensors with the same shapes."""
         self._values.copy_(kjt._values, non_blocking=non_blocking)
-        copy_part(self._weights, kjt._weights, non_blocking)
-        copy_part(self._lengths, kjt._lengths, non_blocking)
-        copy_part(self._offsets, kjt._offsets, non_blocking)
+        copy_if_present(self._weights, kjt._weights, non_blocking)
+        copy_if_present(self._lengths, kjt._lengths, non_blocking)
+        copy_if_present(self._offsets, kjt._offsets, non_blocking)
         target, source = self._inverse_indices, kjt._inverse_indices
         if target is not None and source is not None:
             self._inverse_indices = (source[0], target[1].copy_(source[1], non_blocking=non_blocking))
