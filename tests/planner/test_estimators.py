@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshrec.comms.wire import FP16, WireFormats
-from meshrec.planner.estimators import PHASES, CostModel, UsedCollectives
+from meshrec.planner.estimators import PHASES, CostModel, Rectangles, UsedCollectives
 from meshrec.planner.travel import packed_id_bytes
 from meshrec.planner.types import OptimizerKind, Table, Topology
 from tests.distributed.test_wire import SCALED
@@ -21,8 +21,12 @@ def one_table(**attributes):
     return Table(name="t", num_embeddings=1000, embedding_dim=64, pooling_factors=(10.0,), **attributes)
 
 
+def rectangle(rows=1000, columns=64, in_node=NO):
+    return Rectangles(np.array([0]), np.array([float(rows)]), np.array([float(columns)]), in_node)
+
+
 def load(model, rows=1000, columns=64, in_node=NO):
-    return model.rectangle_loads(np.array([0]), np.array([rows]), np.array([columns]), in_node)
+    return model.rectangle_loads(rectangle(rows, columns, in_node))
 
 
 def test_a_whole_table_by_hand(profile):
@@ -169,7 +173,7 @@ def test_half_duplex_adds_what_a_rank_receives(profile):
 def test_memory_counts_state_and_buffers(profile):
     topology = Topology(world_size=4, hardware=profile)
     model = CostModel([one_table(optimizer=OptimizerKind.ADAM)], topology, batch_size=100)
-    size = model.rectangle_bytes(np.array([0]), np.array([500]), np.array([64]))[0]
+    size = model.rectangle_bytes(rectangle(500))[0]
     tables, ids, outputs = 500 * 64 * (4 + 8), 4 * 100 * (10 / 2 * 2 * 4 + 4), 4 * 100 * 64 * 8
     assert size == tables + ids + outputs
 
@@ -189,17 +193,16 @@ def test_distinct_rows_across_nodes_by_hand(profile):
         return CostModel([one_table(weighted=True, wire=WireFormats(FP16, FP16))], topology, batch_size=100)
 
     plain, packed = model(), model(packed_ids=True)
-    args = np.array([0]), np.array([1000]), np.array([64]), NO
     ids, bags = 4 * 100 * 10, 4 * 100
     distinct = 1000 * -math.expm1(-ids / 2 / 1000)  # of a node
-    sent = plain.sent_bytes(*args)
+    sent = plain.sent_bytes(rectangle())
     # Inside a node: half of all IDs with their weights and lengths, and half of all bags in fp32.
     assert sent["ids"].inside_N == pytest.approx((ids * 8 + bags * 4) / 2)
     assert sent["output"].inside_N == sent["gradient"].inside_N == bags * 64 * 4 / 2
     # Across: what the other node asks for.
     assert sent["ids"].across_N == pytest.approx(distinct * 4)
     assert sent["output"].across_N == sent["gradient"].across_N == pytest.approx(distinct * 64 * 2)
-    few = packed.sent_bytes(*args)
+    few = packed.sent_bytes(rectangle())
     assert few["ids"].across_N == pytest.approx(distinct * packed_id_bytes(1000, distinct))
     assert few["output"] == sent["output"]
     saved = (sent["ids"].across_N - few["ids"].across_N).item() / 2.5e8
@@ -226,10 +229,9 @@ def test_each_way_is_priced_with_its_wire_format(profile):
     coding = 2 * (elements * 4 + 4 * 100 * row) / 2e10
     less = 4 * sent - 4 * 100 * row * 0.75 / 1e9 - coding
     assert phase(before, "gradient") - phase(loads, "gradient") == pytest.approx(less)
-    args = np.array([0]), np.array([1000]), np.array([64])
-    freed = full.rectangle_bytes(*args) - mixed.rectangle_bytes(*args)
+    freed = full.rectangle_bytes(rectangle()) - mixed.rectangle_bytes(rectangle())
     assert freed == 4 * 100 * (64 * 2 - row)  # the encoded gradient lies beside the other
-    sent = mixed.sent_bytes(*args, NO)
+    sent = mixed.sent_bytes(rectangle())
     assert [sent[way].inside_N.tolist() for way in ("output", "gradient")] == [
         [3 * 100 * 64 * 2],
         [3 * 100 * row],
@@ -263,7 +265,6 @@ def test_hashed_keys_cost_an_index(profile):
     np.testing.assert_allclose(
         load(hashed, rows=250) + load(hashed, rows=750), load(hashed) + load(hashed, rows=0)
     )
-    table = np.array([0]), np.array([500]), np.array([64])
-    more = (hashed.rectangle_bytes(*table) - fixed.rectangle_bytes(*table)).item()
+    more = (hashed.rectangle_bytes(rectangle(500)) - fixed.rectangle_bytes(rectangle(500))).item()
     assert more == pytest.approx(500 * 20 + 2 * 4 * ids / 2)
     assert one_table(index_bytes=20).num_bytes == one_table().num_bytes + 20_000

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
-from meshrec.planner.estimators import NUM_PHASES, CostModel
+from meshrec.planner.estimators import NUM_PHASES, CostModel, Rectangles
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.types import (
     COLUMN_ALIGNMENT,
@@ -221,19 +221,21 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     pieces = _pieces(model, layouts_C, table_C)
     ranks_P = pieces.num_equal * np.where(pieces.in_node, model.node_size, 1)
     table_P = table_C[pieces.candidate]
-    load_PF = model.rectangle_loads(table_P, pieces.rows, pieces.columns, pieces.in_node)
-    bytes_P = model.rectangle_bytes(table_P, pieces.rows, pieces.columns)
+    rectangles = Rectangles(table_P, pieces.rows, pieces.columns.astype(np.float64), pieces.in_node)
+    load_PF = model.rectangle_loads(rectangles)
     parts_C = np.array([layout.row_parts for layout in layouts_C])
     # In an uneven split, the size that varies: rows if they are split, otherwise columns if these are.
     by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
     by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
     # Loads are affine in the row count (or columns) of a piece. The value at 0 is the fixed part.
-    least_rows = np.where(by_rows_P, 0, pieces.rows)
-    least_columns = np.where(by_columns_P, 0, pieces.columns)
-    fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
+    least = rectangles._replace(
+        rows_N=np.where(by_rows_P, 0, rectangles.rows_N),
+        columns_N=np.where(by_columns_P, 0, rectangles.columns_N),
+    )
+    fixed_PF = model.rectangle_loads(least)
     merge_FK = _merge_phases(load_PF, fixed_PF)
     # Receive buffers exist on every rank, wherever the pieces are, so they are common costs.
-    received_P = ranks_P * model.received_bytes(table_P, pieces.rows, pieces.columns, pieces.in_node)
+    received_P = ranks_P * model.received_bytes(rectangles)
     # Data-parallel candidates have no pieces, only common costs.
     everywhere_C = np.array([layout.scope is Scope.EVERYWHERE for layout in layouts_C], bool)
     common_CF = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
@@ -260,8 +262,8 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         count_P=pieces.num_equal,
         load_PK=load_PF @ merge_FK,
         fixed_PK=fixed_PF @ merge_FK,
-        bytes_P=bytes_P,
-        fixed_bytes_P=model.rectangle_bytes(table_P, least_rows, least_columns),
+        bytes_P=model.rectangle_bytes(rectangles),
+        fixed_bytes_P=model.rectangle_bytes(least),
         width_P=pieces.columns,
         rows_P=pieces.rows,
         min_partition_Y=np.array(

@@ -70,11 +70,21 @@ class UsedCollectives(NamedTuple):
     data_parallel: bool
 
 
+class Rectangles(NamedTuple):
+    """Sizes of N rectangles (row range x column range of a table), whose position does not matter."""
+
+    table_N: npt.NDArray[np.integer]
+    """Table index per rectangle."""
+    rows_N: Floats
+    """Rows per rectangle; may be fractions."""
+    columns_N: Floats
+    in_node_N: Bools
+    """Whether every rank of the rectangle's node holds other rows with the same columns, so that partial sums
+    are reduced within the node."""
+
+
 class CostModel:
     """Predicts what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
-
-    A rectangle is a row range and column range of a table. Methods take N rectangles as arrays [N] of table
-    indices, row counts and column counts; the position within the table does not matter.
 
     Args:
         tables: tables to plan.
@@ -119,29 +129,15 @@ class CostModel:
         """Whether nodes send distinct rows, which are pooled after their arrival, rather than pooled sums."""
         return self.topology.across_nodes == "rows" and self.num_nodes > 1
 
-    def rectangle_loads(
-        self,
-        table_N: npt.NDArray[np.integer],
-        rows_N: npt.NDArray[np.number],
-        columns_N: npt.NDArray[np.number],
-        in_node_N: Bools,
-    ) -> Floats:
+    def rectangle_loads(self, rectangles: Rectangles) -> Floats:
         """Return the seconds which every rectangle costs its rank in every phase.
-
-        Args:
-            table_N: table index per rectangle.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
-            in_node_N: whether every rank of the rectangle's node holds other rows with the same columns, so
-                that partial sums are reduced within the node.
 
         Returns:
             Seconds, float64 [N, NUM_PHASES], without latencies.
         """
         a, p = self.arrays, self.profile
-        table = np.asarray(table_N)
-        columns = np.asarray(columns_N, np.float64)
-        share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        table, rows, columns, in_node = rectangles
+        share = rows / a.rows_T[table]
         # IDs that arrive here from all ranks of the shard group. Hot rows are assumed to be spread evenly
         # over the rows, so a rectangle gets the same fraction of the IDs as of the rows.
         ids = a.ids_T[table] * self.num_ranks * share
@@ -160,7 +156,7 @@ class CostModel:
         read = looked_up * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         # Values which leave the rectangle in forward, and return as gradients.
         elements = outputs * columns
-        hops = self._hops(table, in_node_N)
+        hops = self._hops(table, in_node)
         for direction, phase in ((_FORWARD_WIRE, _OUTPUT), (_BACKWARD_WIRE, _GRADIENT)):
             row = self._row_on_wire(table, columns, direction)
             sent = self._sent_rows(outputs, fetched, columns, row, hops)
@@ -216,28 +212,17 @@ class CostModel:
         result: Bools = has_stats & (columns_N < a.columns_T[table_N])
         return result
 
-    def rectangle_bytes(
-        self,
-        table_N: npt.NDArray[np.integer],
-        rows_N: npt.NDArray[np.number],
-        columns_N: npt.NDArray[np.number],
-    ) -> Floats:
+    def rectangle_bytes(self, rectangles: Rectangles) -> Floats:
         """Return the bytes which every rectangle takes on the rank holding it.
 
         The bytes are for weights, optimizer state, incoming IDs, and the buffers for outgoing embeddings and
         incoming gradients.
 
-        Args:
-            table_N: table index per rectangle.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
-
         Returns:
             Bytes, float64 [N].
         """
         a = self.arrays
-        table = np.asarray(table_N)
-        rows, columns = np.asarray(rows_N, np.float64), np.asarray(columns_N, np.float64)
+        table, rows, columns, _ = rectangles
         ids = a.ids_T[table] * self.num_ranks * rows / a.rows_T[table]
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
@@ -248,64 +233,40 @@ class CostModel:
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
         if self.rows_across:
             outputs = outputs + self._fetched(table, ids, rows / a.rows_T[table])
-        return parameters + buffers + outputs * self._row_buffers(table, columns)
+        result: Floats = parameters + buffers + outputs * self._row_buffers(table, columns)
+        return result
 
-    def received_bytes(
-        self,
-        table_N: npt.NDArray[np.integer],
-        rows_N: npt.NDArray[np.number],
-        columns_N: npt.NDArray[np.number],
-        in_node_N: Bools,
-    ) -> Floats:
+    def received_bytes(self, rectangles: Rectangles) -> Floats:
         """Return the bytes for the outputs and gradients of every rectangle on *every* rank.
 
         The bytes are for the rank's own samples: buffers to receive embeddings and to send gradients. All
         ranks need them, in addition to `rectangle_bytes` on the rank that holds the rectangle.
 
-        Args:
-            table_N: table index per rectangle.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
-            in_node_N: see `rectangle_loads`.
-
         Returns:
             Bytes per rank, float64 [N].
         """
         a = self.arrays
-        table = np.asarray(table_N)
-        share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        table, rows, columns, in_node = rectangles
+        share = rows / a.rows_T[table]
         outputs = np.where(a.pooled_T[table], a.bags_T[table], a.ids_T[table] * share)
-        parts = np.where(self._hops(table, in_node_N).summed_N, 1.0 / self.node_size, 1.0)
-        columns = np.asarray(columns_N, np.float64)
+        parts = np.where(self._hops(table, in_node).summed_N, 1.0 / self.node_size, 1.0)
         result: Floats = outputs * parts * self._row_buffers(table, columns)
         return result
 
-    def sent_bytes(
-        self,
-        table_N: npt.NDArray[np.integer],
-        rows_N: npt.NDArray[np.number],
-        columns_N: npt.NDArray[np.number],
-        in_node_N: Bools,
-    ) -> dict[str, Sent]:
+    def sent_bytes(self, rectangles: Rectangles) -> dict[str, Sent]:
         """Return the encoded bytes sent per step for every rectangle, summed over all sending ranks.
 
         The small all-to-all that announces message sizes is not included.
-
-        Args:
-            table_N: table index per rectangle.
-            rows_N: rows per rectangle.
-            columns_N: columns per rectangle.
-            in_node_N: see `rectangle_loads`.
 
         Returns:
             Bytes by exchange, which is ``"ids"``, ``"output"`` (embeddings) or ``"gradient"``.
         """
         a = self.arrays
-        table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)
-        share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        table, rows, columns, in_node = rectangles
+        share = rows / a.rows_T[table]
         ids = a.ids_T[table] * self.num_ranks * share
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
-        fetched, hops = self._fetched(table, ids, share), self._hops(table, in_node_N)
+        fetched, hops = self._fetched(table, ids, share), self._hops(table, in_node)
         by_exchange = {"ids": self._sent_ids(table, share)}
         for direction, name, counts in (
             (_FORWARD_WIRE, "output", np.ones(len(table))),
@@ -416,7 +377,7 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            in_node_N: see `rectangle_loads`.
+            in_node_N: see `Rectangles`.
         """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)

@@ -15,7 +15,7 @@ from meshrec.plan.sharding_plan import (
     ShardingType,
     ShardMetadata,
 )
-from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, UsedCollectives
+from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, Rectangles, UsedCollectives
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.state import TablePlacement
 from meshrec.planner.travel import Sent
@@ -118,10 +118,13 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
             "per replica group. Call evaluate() with the topology of the plan."
         )
     # Costs depend only on the size of a rectangle.
-    rows_N = placements.row_end_N - placements.row_start_N
-    columns_N = placements.column_end_N - placements.column_start_N
-    in_node_N = _summed_in_node(placements, model)
-    part_NF = model.rectangle_loads(table_N, rows_N, columns_N, in_node_N)
+    rectangles = Rectangles(
+        table_N,
+        (placements.row_end_N - placements.row_start_N).astype(np.float64),
+        (placements.column_end_N - placements.column_start_N).astype(np.float64),
+        _summed_in_node(placements, model),
+    )
+    part_NF = model.rectangle_loads(rectangles)
     load_RF = np.zeros((model.num_ranks, NUM_PHASES))
     # A rank may hold several rectangles, of which `load_RF[rank_N] += part_NF` would count only one.
     np.add.at(load_RF, rank_N, part_NF)
@@ -129,9 +132,9 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     # not slow them down.
     load_RF += model.shared_loads(load_RF.mean(axis=0))
     bytes_R = np.zeros(model.num_ranks)
-    np.add.at(bytes_R, rank_N, model.rectangle_bytes(table_N, rows_N, columns_N))
+    np.add.at(bytes_R, rank_N, model.rectangle_bytes(rectangles))
     # Receive buffers are the same on every rank.
-    bytes_R += model.received_bytes(table_N, rows_N, columns_N, in_node_N).sum()
+    bytes_R += model.received_bytes(rectangles).sum()
     # Data-parallel tables have no rectangles, but cost every rank the same.
     whole = np.flatnonzero(placements.replicated_T)
     if len(whole):
@@ -143,7 +146,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         data_parallel=len(whole) > 0,
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
-    sent = model.sent_bytes(table_N, rows_N, columns_N, in_node_N)
+    sent = model.sent_bytes(rectangles)
     # A rank that holds several column shards with the same rows receives their IDs once. With
     # ``across_nodes="rows"``, IDs go to a representative in the sender's node: the rank with the owner's
     # local rank, which receives the IDs for all owners behind it once.
@@ -154,7 +157,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
     )
     # The part of the ID phase that a pipeline can hide: transit, without packing and routing.
     travel_R = np.zeros(model.num_ranks)
-    shares_N = rows_N / model.arrays.rows_T[table_N]
+    shares_N = rectangles.rows_N / model.arrays.rows_T[table_N]
     np.add.at(travel_R, rank_N, model.id_travel_seconds(table_N, shares_N))
     return StepEstimate(
         seconds=float(phase_F.sum()),

@@ -23,7 +23,7 @@ from meshrec.comms.wire import (
     TableWires,
     WireFormats,
 )
-from meshrec.planner.estimators import PHASES, CostModel
+from meshrec.planner.estimators import PHASES, CostModel, Rectangles
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology
 
@@ -97,9 +97,11 @@ def choose_wires(
         # Formats of one table do not affect the exchange of another, so all tables are priced at once.
         priced = [replace(table, wire=wires) for table in tables]
         model = CostModel(priced, topology, batch_size=batch_size, replicas=replicas)
-        loads = model.rectangle_loads(
-            number, model.arrays.rows_T, model.arrays.columns_T, np.zeros(len(tables), bool)
+        a = model.arrays
+        whole = Rectangles(
+            number, a.rows_T.astype(np.float64), a.columns_T.astype(np.float64), np.zeros(len(tables), bool)
         )
+        loads = model.rectangle_loads(whole)
         seconds.append(loads[:, _EXCHANGES].sum(1))
     is_single_rank = topology.world_size == replicas
     # A single rank sends nothing, so only passes which do not happen would decide: take the first pair.
@@ -140,8 +142,9 @@ def bytes_across_nodes(
         model = CostModel(tables, variant, batch_size=batch_size)
         # Every table is assumed to be split by rows over all ranks.
         table = np.arange(len(tables)).repeat(model.num_ranks)
-        rows, columns = model.arrays.rows_T[table] / model.num_ranks, model.arrays.columns_T[table]
-        sent = model.sent_bytes(table, rows, columns, np.full(len(table), model.sum_in_node))
+        rows = model.arrays.rows_T[table] / model.num_ranks
+        columns = model.arrays.columns_T[table].astype(np.float64)
+        sent = model.sent_bytes(Rectangles(table, rows, columns, np.full(len(table), model.sum_in_node)))
         by_setting[name] = (
             sum(float(sent_part.across_N.sum()) for sent_part in sent.values()) / model.num_nodes
         )
