@@ -225,6 +225,7 @@ def fixed_targets(item: nn.Module) -> dict[str, FixedTarget]:
                     rows = WholeRows(weight.detach())
                     where = f"{start}.{config.name}"
                     num_rows, dim = weight.shape
+                    # An unsharded table has no batches in flight to tell about the load.
                     targets[where] = FixedTarget(where, [rows], num_rows, dim, lambda: None)
     return targets
 

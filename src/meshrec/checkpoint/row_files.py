@@ -199,6 +199,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _ImportTarg
     columns = {"weight": False}
     for rectangle in rows.tables if optimizer else ():
         if isinstance(rectangle, WholeRows):
+            # The state of an unsharded table is in the fused optimizer, not in the table.
             rectangle.tensors.update(_state_of(collection, path))
             columns |= {name: v.dim() == 1 for name, v in rectangle.tensors.items()}
         else:

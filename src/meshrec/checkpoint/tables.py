@@ -52,6 +52,7 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
         raise ValueError(f"{target} exists. Name another file, or remove it.")
     with durable_file(target) as file:
         writer = FileWriter(file.fileno())
+        # The header needs only dtypes and shapes, so it can be written before any value is read.
         writer.write(header_of({name: (record.dtype, record.shape) for name, (_, record) in records.items()}))
         for full_name, record in records.values():
             for block in whole_blocks(folder, manifest, full_name, record):

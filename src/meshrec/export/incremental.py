@@ -59,6 +59,7 @@ class Encoder(NamedTuple):
         if not isinstance(model, HSTU):
             return None
         ((config, _),) = model.embedding_collection.tables().values()
+        # `IncrementalQueries` rebuilds the table from name and size alone, as an fp32 table in memory.
         if config.storage is not None or config.keys is not None or config.data_type is not DataType.FP32:
             return None
         table = (config.name, config.num_embeddings, config.embedding_dim)
@@ -110,6 +111,7 @@ class IncrementalQueries:
 
     def __init__(self, encoder: Encoder, weights: Mapping[str, Tensor], *, normalise: bool) -> None:
         names, (table, num_rows, width) = encoder.features, encoder.table
+        # The first two features, history and target item, share the item table.
         config = EmbeddingConfig(
             name=table, num_embeddings=num_rows, embedding_dim=width, feature_names=[*names[:2]]
         )

@@ -286,6 +286,7 @@ def rows_of(model: nn.Module) -> dict[str, int]:
                 if config.keys is not None:  # hashed: every ID is valid
                     continue
                 for feature in config.feature_names:
+                    # Several tables may look up the feature, so the smallest decides.
                     limits[feature] = min(config.num_embeddings, limits.get(feature, config.num_embeddings))
     return limits
 

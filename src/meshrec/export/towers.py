@@ -56,6 +56,7 @@ class Tower(nn.Module):
         self.num_dense = whole.num_dense if side == "query" else 0
         self.arch = whole.query_arch if side == "query" else whole.item_arch
         collection = whole.embedding_bag_collection
+        # Only this tower's tables and features, so that the package has no weights of the other tower.
         read = [
             replace(config, feature_names=names)
             for config in collection.embedding_bag_configs()
@@ -131,6 +132,7 @@ def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Flo
             offsets = jagged.offsets().long()[start : start + _CHUNK + 1]
             values[name] = jagged.values()[int(offsets[0]) : int(offsets[-1])].long()
             lengths[name] = offsets.diff()
+        # Item towers read no dense values.
         dense = torch.empty(len(lengths[predictor.features[0]]), 0)
         chunks.append(predictor(dense, values, lengths).numpy())
     return np.concatenate(chunks)

@@ -56,6 +56,7 @@ class Weights:
         with open_regular(path) as descriptor:
             # Keep the mapped file open, because another file may replace it at the path.
             self._descriptor = os.dup(descriptor)
+        # Registered at once, so that the descriptor is closed even if the mapping below fails.
         weakref.finalize(self, os.close, self._descriptor)
         # Size and modification time at the last verification.
         self._stamp = _size_and_time(self._descriptor)
@@ -90,6 +91,8 @@ class Weights:
         if self._mapping is None:
             return
         size = os.fstat(self._descriptor).st_size
+        # Both tests: a file that was truncated and then extended has its old size, but pages may have been
+        # lost.
         if size < self._num_bytes or lost_pages(self._mapping):
             raise PackageError(
                 f"{self._path} was truncated while in use: it had {self._num_bytes:,} bytes and has "
