@@ -344,7 +344,6 @@ def _values(array: Any, is_per_row: bool) -> Tensor:
 
 
 def _tensor(values: Any) -> Tensor:
-    """Copy NumPy values to a tensor."""
     return torch.from_numpy(np.array(values))  # a copy: Arrow's memory is read-only
 
 

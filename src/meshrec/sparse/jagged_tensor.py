@@ -104,7 +104,6 @@ class Jagged:
         return list(filter(_is_not_none, parts))
 
     def _num_bags(self) -> int:
-        """Return the bag count."""
         return count_bags(self._lengths, self._offsets)
 
     def __repr__(self) -> str:

@@ -50,12 +50,10 @@ def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
 
 
 def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
-    """Rebuild a JaggedTensor from its leaves."""
     return JaggedTensor.unchecked(*leaves)
 
 
 def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
-    """Return the leaves and the context of a KeyedJaggedTensor."""
     strides, inverse = kjt._strides, kjt._inverse_indices
     # A leaf, not context: batch sizes in the context would make torch.compile recompile for every batch.
     if isinstance(strides, list):
@@ -68,7 +66,6 @@ def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedConte
 
 
 def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
-    """Rebuild a KeyedJaggedTensor from leaves and context."""
     # In the order of _KEYED below.
     values, weights, lengths, offsets, strides, inverse = leaves
     # Unchecked, because tracing rebuilds tensors from placeholder leaves.
@@ -90,7 +87,6 @@ def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], DenseContext]:
 
 
 def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTensor:
-    """Rebuild a KeyedTensor from the values and the context."""
     (values,) = leaves
     return KeyedTensor.unchecked(list(context.keys), list(context.length_per_key), values, context.key_dim)
 

@@ -18,7 +18,6 @@ _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fak
 
 @_register_fake("meshrec::route_ids")
 def _route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result shapes of ``route_ids``."""
     batch = IdsToRoute(*arguments)
     # The message size depends on the IDs.
     words = torch.library.get_ctx().new_dynamic_size()
@@ -34,7 +33,6 @@ def _route_ids(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result shapes of ``unpack_ids``."""
     context = torch.library.get_ctx()
     num_ids, num_offsets = context.new_dynamic_size(), context.new_dynamic_size()
     return (
@@ -48,7 +46,6 @@ def _unpack_ids(
 @_register_fake("meshrec::gather_coded")
 @_register_fake("meshrec::gather_pooled")
 def _gather_pooled(received: Tensor, local: Any, pieces: Any, dims: Any, *sizes: Any) -> Tensor:
-    """Return the result shape of ``gather_pooled`` and ``gather_coded``."""
     batch, out_dim = sizes[:2]
     return received.new_empty(batch, out_dim, dtype=torch.float32)
 
@@ -57,45 +54,38 @@ def _gather_pooled(received: Tensor, local: Any, pieces: Any, dims: Any, *sizes:
 def _scatter_pooled(
     grad: Tensor, pieces: Tensor, dims: list[int], local_dim: int, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``scatter_pooled``."""
     batch, dtype = grad.shape[0], arguments[-1]
     return grad.new_empty(batch * sum(dims), dtype=dtype), grad.new_empty(batch, local_dim)
 
 
 @_register_fake("meshrec::gather_sequence")
 def _gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
-    """Return the result shape of ``gather_sequence``."""
     return received.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.float32)
 
 
 @_register_fake("meshrec::scatter_sequence")
 def _scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
-    """Return the result shape of ``scatter_sequence``."""
     return grad.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=arguments[-1])
 
 
 @_register_fake("meshrec::gather_weight_grads")
 def _gather_weight_grads(received: Tensor, values: Tensor, *arguments: Any) -> Tensor:
-    """Return the result shape of ``gather_weight_grads``."""
     return received.new_empty(values.numel(), dtype=torch.float32)
 
 
 @_register_fake("meshrec::distinct_ids")
 def _distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``distinct_ids``."""
     return ids.new_empty(torch.library.get_ctx().new_dynamic_size()), torch.empty_like(ids)
 
 
 @_register_fake("meshrec::pack_ids")
 def _pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``pack_ids``."""
     num_bytes = torch.library.get_ctx().new_dynamic_size()
     return ids.new_empty(num_bytes, dtype=torch.uint8), ids.new_empty(len(counts), dtype=torch.int64)
 
 
 @_register_fake("meshrec::unpack_sorted_ids")
 def _unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
-    """Return the result shape of ``unpack_sorted_ids``."""
     return message.new_empty(sum(counts), dtype=torch.int64 if wide else torch.int32)
 
 
@@ -108,7 +98,6 @@ def _wire_encode(
     formats: list[int],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``wire_encode``."""
     size = sum(
         num_rows * wire_naive.column_bytes(formats[c], widths[c])
         for b, num_rows in enumerate(row_counts)
@@ -121,7 +110,6 @@ def _wire_encode(
 def _wire_decode(
     message: Tensor, row_counts: list[int], first_columns: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """Return the result shape of ``wire_decode``."""
     size = sum(n * sum(widths[first_columns[b] : first_columns[b + 1]]) for b, n in enumerate(row_counts))
     return message.new_empty(size, dtype=torch.float32)
 

@@ -525,7 +525,6 @@ def _padded_width(widths: Any) -> int:
 
 
 def _triton_dtype(dtype: torch.dtype) -> Any:
-    """Return the Triton dtype for a torch dtype."""
     import triton.language as tl
 
     return {

@@ -167,7 +167,6 @@ class RowTransfers:
         self._writer.shutdown()
 
     def _write(self, victims: UncachedRows) -> None:
-        """Write victims to the file."""
         self._file.write(victims.keys, victims.rows, torch.arange(len(victims.keys)))
 
     def _read_and_log(self, reads: Misses | None, logs: Sequence[tuple[RowLog, Tensor]]) -> None:
