@@ -155,10 +155,10 @@ def _plain_lists(array: Any) -> Any:
 
 def _hex_strings(array: Any) -> Any:
     """Convert a fixed-size binary array to strings with hexadecimal digits, in UUID notation for 16 bytes."""
-    # The buffer may start before the array, because slices share it.
     num, width = len(array), array.type.byte_width
     data = array.buffers()[1]
     stored = np.frombuffer(b"" if data is None else data, np.uint8)
+    # The buffer may start before the array, because slices share it.
     digits = _HEX[stored[array.offset * width : (array.offset + num) * width]].reshape(num, 2 * width)
     if width == _UUID_BYTES:
         texts = np.full((num, 36), ord("-"), np.uint8)
@@ -251,8 +251,8 @@ def _narrowed(array: Any) -> Any:
 def decimal_integers(array: Any) -> Ints:
     """Return an int64 per integral decimal: the value if 64 bits can represent it, otherwise a hash.
 
-    Values beyond int64 that fit uint64 have the same bits as in uint64. Equal values have equal results for
-    128 and 256 bits.
+    Values beyond int64 that fit uint64 have the same bits as in uint64. Equal values in decimal128 and
+    decimal256 give equal results.
     """
     words, is_narrow = decimal_words(array)
     if is_narrow.all():

@@ -267,7 +267,7 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
 
 
 def _first_rank(num_rows: int, limit: float) -> int:
-    """Return the smallest rank in time order, from 0, whose ratio to the row count is at least ``limit``."""
+    """Return the smallest rank (in time order, from 0) that is at least ``limit`` times the row count."""
     rank = max(int(limit * num_rows) - 1, 0)  # not too large, whatever the rounding
     while rank < num_rows and rank / num_rows < limit:
         rank += 1

@@ -139,7 +139,7 @@ class HSTU(HistoryModel):
     def advance(self, sparse_features: KeyedJaggedTensor, cache: TokenCache) -> AdvancedHistories:
         """Return the query per history, as `query_vectors` does, but encode only items that are not cached.
 
-        Call it again with the returned cache when histories have grown. Computes no gradients.
+        When histories have grown, call this method again with the returned cache. Computes no gradients.
 
         Args:
             sparse_features: IDs and timestamps for the whole histories.

@@ -95,8 +95,8 @@ class Update:
         """
         if not module.has_ordinary_gradients:
             return True  # the tables count their updates
-        # A parameter without elements has no rows on this rank which could change.
         stepped = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        # A parameter without elements has no rows on this rank which could change.
         return all(id(parameter) in stepped or parameter.numel() == 0 for parameter in module.parameters())
 
 

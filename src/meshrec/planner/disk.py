@@ -246,6 +246,7 @@ def _keep_whole_tables_in_memory(sizes: Sequence["_CacheSize"], left: float) -> 
         sizes: cache sizes of all tables.
         left: memory bytes that are not assigned yet.
     """
+    # Smallest first, so that as many tables as possible need no file.
     for size in sorted(sizes, key=_CacheSize.bytes_to_whole):
         additional = size.bytes_to_whole()
         if additional <= left:
@@ -289,7 +290,6 @@ class _CacheSize:
         """Return how many disk reads per training step a larger cache saves, per additional byte of memory.
 
         The larger cache is the present cache after another call of `grow`.
-        # Smallest first, so that as many tables as possible need no file.
         """
         more = self._law.hit_rate(self.cached + self.step, self._draws)
         return self._distinct * (more - self._rate) / (self.step * self.row_bytes)

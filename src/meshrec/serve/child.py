@@ -97,8 +97,8 @@ class Child:
         """Kill the child."""
         if self._socket is not None:
             self._socket.close()
-            # Not SIGTERM: the child may be busy for minutes, and has nothing to save.
             self._socket = None
+            # Not SIGTERM: the child may be busy for minutes, and has nothing to save.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             # Reap the child, which would otherwise stay a zombie until this process ends.

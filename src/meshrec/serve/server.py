@@ -211,7 +211,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn server which answers all received requests before it ends, which uvicorn itself does not.
+    """Server that answers all received requests before it ends, unlike uvicorn's own server.
 
     Args:
         config: uvicorn configuration.

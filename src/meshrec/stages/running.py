@@ -28,7 +28,7 @@ GENERATOR = "random numbers"
 
 
 class StageError(RuntimeError):
-    """A stage failed. The message names the stage and the split (microbatch).
+    """Error for a failed stage. The message names the stage and the split (microbatch).
 
     ``__cause__`` is the original exception where it was raised in this process.
     """

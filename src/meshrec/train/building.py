@@ -102,7 +102,6 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
         model: model with tables on ``meta``.
         dataset: the dataset, on which the planner measures features.
         ranks: the ranks, from `join`.
-    # All parameters but the tables, which the fused optimizer updates.
     """
     topology = topology_of(
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
@@ -123,6 +122,7 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
         sharders=sharders,
         dense_gradients=recipe.training.dense_gradients,
     )
+    # All parameters but the tables, which the fused optimizer updates.
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     return _with_optimizers(recipe, sharded, sharded.fused_optimizer, dense, plan)
 

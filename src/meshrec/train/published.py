@@ -59,8 +59,8 @@ def csv_to_parquet(
     import pyarrow.csv as csv
     import pyarrow.parquet as pq
 
-    # Empty strings count as missing values.
     types = dict.fromkeys(texts, pa.string()) | dict.fromkeys(times, pa.timestamp("s"))
+    # With `strings_can_be_null`, empty strings count as missing values.
     convert = csv.ConvertOptions(
         column_types=types, timestamp_parsers=list(times.values()), strings_can_be_null=True
     )

@@ -64,9 +64,9 @@ def trainer(
     Raises:
         ModuleNotFoundError: Ray is not installed.
     """
-    # Absolute, because Ray runs the workers in other working directories.
     torch_train = needs("ray.train.torch", "ray")
     device = "cuda" if scaling.use_gpu else "cpu"
+    # The path is absolute, because Ray runs the workers in other working directories.
     job = Job(recipe=recipe, runs=Path(out).absolute(), device=device, **options)
     torch_trainer: TorchTrainer = torch_train.TorchTrainer(
         _train,

@@ -178,7 +178,7 @@ class PairedTest:
         return max(self._deviations[-_RECENT:]) < _PROMISING_ERRORS
 
     def add(self, losses: torch.Tensor, weights: torch.Tensor | None, step: int) -> None:
-        """Compare an evaluation with the reference. It becomes the reference if it is significantly better.
+        """Compare an evaluation with the reference. A significantly better evaluation becomes the reference.
 
         Args:
             losses: loss of every sample, [n]. All calls must have the same samples in the same order.

@@ -57,10 +57,10 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure a hardware profile of this machine in about a minute. Collective.
 
-    All ranks get the same profile.
-    Training steps with small sharded modules run on all ranks at once. The profile gets the speeds with which
-    the cost model best explains the measured phase durations. If nodes have fewer ranks than the group, links
-    are timed within nodes and over all ranks. Otherwise one measured link is used for both.
+    All ranks get the same profile. Training steps with small sharded modules run on all ranks at once. The
+    profile gets the speeds with which the cost model best explains the measured phase durations. If nodes
+    have fewer ranks than the group, links are timed within nodes and over all ranks. Otherwise one measured
+    link is used for both.
 
     A built-in profile (``cpu`` or ``h100``) provides the speeds which the steps cannot determine because of
     noise. Without a group, it also provides the links. Undetermined speeds are logged, and listed in
