@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrec.metrics import area_under_curve, auc_interval, effective_sizes, score_histograms
 from meshrec.modules.boosted_trees import Branch, Leaf, scale_leaves
-from meshrec.train.lightgbm_import import import_lightgbm
+from meshrec.train.lightgbm_import import early_stopping, import_lightgbm
 from meshrec.train.linear import weighted_mean
 from meshrec.train.trees import SAMPLES_PER_THREAD
 
@@ -242,8 +242,8 @@ def _fit_trees(
         tree_info = model.dump_model(num_iteration=num_trees)["tree_info"]
         return [_node(info["tree_structure"]) for info in tree_info], train.logits[:0]
     other = data_of(held_out, data)
-    stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
-    model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=[stop])
+    stops = [early_stopping(_PATIENCE)]
+    model = lightgbm.train(options, data, num_trees, valid_sets=[other], callbacks=stops)
     tree_info = model.dump_model(num_iteration=model.best_iteration)["tree_info"]
     trees = [_node(info["tree_structure"]) for info in tree_info]
     outputs = model.predict(held_out.inputs.numpy(), raw_score=True, num_threads=num_threads)

@@ -1,10 +1,13 @@
 """Import LightGBM, in MeshRec's command without the libraries of its scikit-learn wrapper."""
 
 import functools
+import math
 import sys
 import threading
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+from typing import Any
 
 from typing_extensions import override
 
@@ -54,3 +57,25 @@ def import_lightgbm() -> ModuleType:
         # Removed from `sys.modules`, so that a later import by other code gets a complete module.
         for name in [name for name in sys.modules if name.partition(".")[0] == "lightgbm"]:
             del sys.modules[name]
+
+
+def early_stopping(patience: int) -> Callable[[Any], None]:
+    """Return a callback that ends a fit as ``lightgbm.early_stopping`` does, for a single metric to maximize.
+
+    LightGBM's own callback imports ``lightgbm`` again, which would load the libraries left out here.
+
+    Args:
+        patience: number of trees without a better score after which the fit ends.
+    """
+    stop = import_lightgbm().EarlyStopException
+    best: tuple[float, int, Any] = (-math.inf, 0, None)
+
+    def check(state: Any) -> None:
+        nonlocal best
+        (result,) = state.evaluation_result_list
+        if best[2] is None or result[2] > best[0]:
+            best = (result[2], state.iteration, state.evaluation_result_list)
+        if state.iteration - best[1] >= patience or state.iteration == state.end_iteration - 1:
+            raise stop(*best[1:])
+
+    return check

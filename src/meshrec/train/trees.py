@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshrec.metrics import area_under_curve
 from meshrec.train.evaluation import concat_weights
-from meshrec.train.lightgbm_import import import_lightgbm
+from meshrec.train.lightgbm_import import early_stopping, import_lightgbm
 from meshrec.train.linear import weights_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class TreeBaseline:
         def tell_iteration(state: Any) -> None:
             tell(state.iteration / rounds)
 
-        stops = [lightgbm.early_stopping(_PATIENCE, verbose=False)] if validation_sets else []
+        stops = [early_stopping(_PATIENCE)] if validation_sets else []
         self._model = lightgbm.train(
             options, data, rounds, valid_sets=validation_sets, callbacks=[tell_iteration, *stops]
         )
