@@ -114,7 +114,7 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
 
 def _head_of(file: File) -> tuple[bytes, bool]:
     """Return the first bytes of a file, decompressed, and whether they are the whole file."""
-    with opened(file) as source:
+    with opened(file, buffered=True) as source:
         codec = codec_of(file)
         stream = source if codec is None else pa.CompressedInputStream(source, codec)
         head = bytes(stream.read(_HEAD_BYTES))

@@ -13,9 +13,18 @@ from meshrec.data.csv_dialects import DETECTED, CsvFormat, Dialect, dialect_of
 from meshrec.data.encoding import Encoding
 from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, Faults
-from meshrec.data.locations import File, codec_of, expand_tables, is_json, not_parquet, opened
-from meshrec.data.parquet import open_parquet, open_parquet_file
+from meshrec.data.locations import (
+    File,
+    codec_of,
+    expand_tables,
+    is_address,
+    is_json,
+    not_parquet,
+    opened,
+)
+from meshrec.data.parquet import ParquetSource, open_parquet_file
 from meshrec.data.partitions import partition_keys, with_keys
+from meshrec.data.stores import version_of
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
 
@@ -148,7 +157,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
 
     def read(types: Mapping[str, Any]) -> Any:
         """Read the whole file as an Arrow table; types of columns that ``types`` lacks are inferred."""
-        with opened(path) as source:
+        with opened(path, version, buffered=True) as source:
             codec = codec_of(path)
             text = source if codec is None else pa.CompressedInputStream(source, codec)
             if is_json(path):
@@ -164,6 +173,8 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
                 parse_options=pa_csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
             )
 
+    # The file is opened up to three times.
+    version = version_of(str(path)) if is_address(path) else None
     try:
         dialect = Dialect() if is_json(path) else dialect_of(path, form)
         table = read(types)
@@ -336,7 +347,7 @@ def open_tables(data: Any, schema: Encoding, faults: Faults, form: CsvFormat = D
         return ArrowSource([("memory", to_table(data))], schema, faults)
     files, text = expand_tables(data)
     if not text:
-        return open_parquet(files, schema, faults)
+        return ParquetSource(files, schema, faults)
     tables = read_csvs(files, schema.fitted_kinds(), form)
     return ArrowSource(
         [(str(file), table) for file, table in zip(files, tables, strict=True)], schema, faults

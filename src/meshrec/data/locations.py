@@ -1,25 +1,36 @@
-"""Locations of data files: paths, folders and patterns, on local disks or in a store that pyarrow supports.
+"""Locations of data files: paths, folders and patterns, on local disks or in a store.
 
-A store is a remote file system such as S3. A file in a store is named by a URI.
+A store is a remote file system such as S3. A file in a store is named by an address, which is a URI.
 """
 
 import fnmatch
 import glob
-from collections.abc import Callable, Sequence
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from meshrec.data.arrow import pa, pa_fs
 from meshrec.data.dataset import Paths
 from meshrec.data.faults import DataError
+from meshrec.data.stores import Store, StoredFile, store_of
 
 T = TypeVar("T")
 File = Path | str
-"""Local file, or its URI in a store, such as ``s3://bucket/clicks.parquet``."""
+"""Local file, or its address in a store, such as ``s3://bucket/clicks.parquet``."""
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Compression codec of pyarrow by the last suffix of a file name."""
 
+_BUCKET_SCHEMES = ("s3://", "gs://", "gcs://")
+"""Stores whose paths start with a bucket."""
+_ESCAPED = re.compile(r"[%?*\[]")
+"""Signs in file names which have another meaning in an address."""
+_BUFFER_BYTES = 8 << 20
+"""Bytes per request when text is read from a store, which parsers read in smaller pieces."""
 
 # Compressed text files are decompressed while they are read. Parquet files compress their own columns.
 _TSV_SUFFIXES = (".tsv", *(f".tsv{suffix}" for suffix in _CODECS))
@@ -32,32 +43,35 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     """Return all files that paths, folders and glob patterns stand for.
 
     A folder stands for the files in it and in its ``NAME=VALUE`` subfolders. Only files that match
-    ``patterns`` are used.
+    ``patterns`` are used. A folder that a glob pattern matches stands for its files, too.
 
-    URIs may have the schemes of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file.
-    Credentials are found in the same way as by the store's command-line tools.
+    Addresses of stores may have the schemes of ``pyarrow.fs.FileSystem.from_uri`` (s3, gs, abfs, hdfs, hf and
+    file) and those of installed fsspec packages, such as https. Credentials are found in the same way as by
+    the store's command-line tools. For options in an address, see `meshrec.data.stores.store_of`.
 
     Args:
-        paths: one or more paths, folders or glob patterns; URIs for files in a store.
+        paths: one or more paths, folders or glob patterns; addresses for files in a store.
         patterns: file names to use in folders. The first entry that matches any file is used alone, and may
             hold several glob patterns, separated by blanks.
 
     Returns:
-        Files, sorted by name for every path; URIs for files in a store.
+        Files, sorted by name for every path; addresses for files in a store.
 
     Raises:
         DataError: a path stands for no file, or a store is unreachable.
     """
     files: list[File] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        matches = _expand_uri(path, patterns) if is_address(path) else _expand_path(path, patterns)
+        is_stored = is_address(path)
+        matches = _expand_address(str(path), patterns) if is_stored else _expand_path(path, patterns)
         if not matches:
-            # A relative path is searched in the current folder, so the message names it.
-            folder_note = "" if is_address(path) or Path(path).is_absolute() else f" in {Path.cwd()}"
+            note = _missing_bucket(str(path)) if is_stored else ""
+            if not is_stored and not Path(path).is_absolute():
+                # A relative path is searched in the current folder, so the message names it.
+                note = f" in {Path.cwd()}"
             searched = " or ".join(patterns)
             raise DataError(
-                f"{path} stands for no file{folder_note}. Name files, or a folder, which is searched for "
-                f"{searched}."
+                f"{path} stands for no file{note}. Name files, or a folder, which is searched for {searched}."
             )
         files += matches
     if not files:
@@ -84,7 +98,7 @@ def expand_tables(paths: Paths) -> tuple[list[File], bool]:
 
 
 def is_address(path: str | Path) -> bool:
-    """Return whether a path is the URI of a file in a store."""
+    """Return whether a path is the address of a file in a store, which is a URI."""
     return isinstance(path, str) and "://" in path
 
 
@@ -128,16 +142,31 @@ def codec_of(file: File) -> str | None:
     return _CODECS.get(suffix_of(file).lower())
 
 
-def opened(file: File) -> Any:
-    """Open a local file or a file in a store for reading by pyarrow. The caller closes it.
+@contextmanager
+def opened(file: File, version: str | None = None, *, buffered: bool = False) -> Iterator[Any]:
+    """Open a local file or a file in a store for reading by pyarrow.
+
+    Args:
+        file: path or address.
+        version: version that a file in a store must have; see `meshrec.data.stores.version_of`. None: any.
+        buffered: whether small reads of a file in a store are combined. For text.
 
     Raises:
-        OSError: the file is unreachable.
+        OSError: a local file cannot be read.
+        StoreError: a file in a store cannot be read, or has changed since it was opened.
     """
     if not is_address(file):
-        return Path(file).open("rb")
-    filesystem, path = pa_fs.FileSystem.from_uri(str(file))
-    return filesystem.open_input_file(path)
+        with Path(file).open("rb") as local:
+            yield local
+        return
+    with StoredFile(str(file), version) as stored:
+        try:
+            yield io.BufferedReader(stored, _BUFFER_BYTES) if buffered else stored
+        except (pa.ArrowException, OSError):
+            # A file that has changed looks damaged.
+            stored.check()
+            raise
+        stored.check()
 
 
 def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
@@ -146,9 +175,16 @@ def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
     In a folder, only the first entry of ``patterns`` that matches any file is used.
     """
     path = Path(location)
-    if path.is_dir():
-        return [*_match_first_pattern(_files_in(path), lambda file: file.name, patterns)]
-    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(location)))]
+    matches = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(location)))]
+    files: list[Path] = []
+    for match in matches:
+        is_folder = match.is_dir()
+        files += _match_first_pattern(_files_in(match), _name_of, patterns) if is_folder else [match]
+    return [*files]
+
+
+def _name_of(path: Path) -> str:
+    return path.name
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -159,43 +195,95 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _stored_in(filesystem: Any, folder: str) -> list[Any]:
-    """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`."""
+def _expand_address(address: str, patterns: Sequence[str]) -> list[File]:
+    """Return the addresses of the files that an address stands for.
+
+    It may name a file, a folder or a glob pattern, with signs in any part after the bucket. In a folder, only
+    the first entry of ``patterns`` that matches any file is used.
+    """
+    plain, question, options = address.partition("?")
+    parts = plain.rstrip("/").split("/")
+    # After the scheme and the bucket, the first part that is a pattern.
+    num_literal = next(
+        (n for n, part in enumerate(parts) if n > 2 and any(sign in part for sign in "*[")), len(parts)
+    )
+    store, folder = store_of("/".join(parts[:num_literal]) + question + options)
+    if num_literal == len(parts):
+        info = store.info(folder, address)
+        if info.type == pa_fs.FileType.File:
+            return [address]
+        if "::" in plain:
+            raise DataError(f"{address} stands for no file. A chained address must name a single file.")
+        matches = _matches_in_store(store, folder, patterns, address)
+    else:
+        matches = []
+        for info in _glob(store, folder, [unquote(part) for part in parts[num_literal:]], address):
+            is_file = info.type == pa_fs.FileType.File
+            matches += [info] if is_file else _matches_in_store(store, info.path, patterns, address)
+    # Paths in the store become addresses again: below the literal folder, names are appended to its address.
+    literal = "/".join(parts[:num_literal])
+    names = [str(info.path)[len(folder.rstrip("/")) :] for info in matches]
+    return [f"{literal}{_ESCAPED.sub(_escape, name)}{question}{options}" for name in names]
+
+
+def _escape(sign: re.Match[str]) -> str:
+    return f"%{ord(sign[0]):02X}"
+
+
+def _glob(store: Store, folder: str, parts: Sequence[str], address: str) -> list[Any]:
+    """Return pyarrow's ``FileInfo`` for the files and folders that match a glob pattern, sorted by path.
+
+    Args:
+        store: the store.
+        folder: path of the folder to which the pattern belongs.
+        parts: path parts below the folder, any of which may be a pattern.
+        address: address of the pattern, for messages.
+    """
+    matches = [
+        info for info in store.listed(folder, address) if fnmatch.fnmatchcase(info.base_name, parts[0])
+    ]
+    if len(parts) == 1:
+        return matches
+    folders = [str(info.path) for info in matches if info.type == pa_fs.FileType.Directory]
+    return [info for path in folders for info in _glob(store, path, parts[1:], address)]
+
+
+def _matches_in_store(store: Store, folder: str, patterns: Sequence[str], address: str) -> list[Any]:
+    """Return pyarrow's ``FileInfo`` for the files in a store's folder that match patterns; see `expand`.
+
+    Args:
+        store: the store.
+        folder: path of the folder.
+        patterns: entries with patterns; see `_match_first_pattern`.
+        address: address of the folder, for messages.
+    """
+    files = [info for info in _stored_in(store, folder, address) if info.type == pa_fs.FileType.File]
+    return _match_first_pattern(files, lambda info: str(info.base_name), patterns)
+
+
+def _stored_in(store: Store, folder: str, address: str) -> list[Any]:
+    """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`.
+
+    Args:
+        store: the store.
+        folder: path of the folder. A missing folder has no files, which `expand` reports.
+        address: address of the folder, for messages.
+    """
     files: list[Any] = []
-    # A missing folder has no files, which `expand` reports.
-    selector = pa_fs.FileSelector(folder, allow_not_found=True)
-    for info in sorted(filesystem.get_file_info(selector), key=lambda info: str(info.path)):
-        is_partition = "=" in info.base_name and info.type == info.type.Directory
-        files += _stored_in(filesystem, info.path) if is_partition else [info]
+    for info in store.listed(folder, address):
+        is_partition = "=" in info.base_name and info.type == pa_fs.FileType.Directory
+        files += _stored_in(store, info.path, address) if is_partition else [info]
     return files
 
 
-def _expand_uri(address: str | Path, patterns: Sequence[str]) -> list[File]:
-    """Return the URIs of the files that a URI stands for. It may name a file, a folder or a glob pattern.
-
-    In a folder, only the first entry of ``patterns`` that matches any file is used.
-    """
-    plain, question, options = str(address).partition("?")
-    try:
-        filesystem, path = pa_fs.FileSystem.from_uri(str(address))
-        folder, file_patterns = path, patterns
-        # A pattern in the last path component selects files in the folder before it.
-        if any(sign in path for sign in "*["):
-            folder, _, named = path.rpartition("/")
-            file_patterns = [named]
-        elif filesystem.get_file_info(path).type == pa_fs.FileType.File:
-            return [str(address)]
-        infos = _stored_in(filesystem, folder)
-    except (pa.ArrowException, OSError, ImportError) as error:
-        raise DataError(
-            f"{address} cannot be reached: {error}. Check the address and the store's keys."
-        ) from error
-    # from_uri drops scheme, bucket and options. Put them back, so results are URIs again.
-    store = plain.removesuffix(path)
-    files = [info for info in infos if info.type == pa_fs.FileType.File]
-    matches = _match_first_pattern(files, lambda info: str(info.base_name), file_patterns)
-    escaped = [info.path.replace("%", "%25") for info in matches]  # Hive folder names contain %
-    return [f"{store}{path}{question}{options}" for path in escaped]
+def _missing_bucket(address: str) -> str:
+    """Return a note for an error message if an address's bucket does not exist; otherwise empty."""
+    if not address.startswith(_BUCKET_SCHEMES):
+        return ""
+    store, path = store_of(address)
+    bucket = path.partition("/")[0]
+    is_missing = store.info(bucket, address).type == pa_fs.FileType.NotFound
+    return f": the store has no bucket {bucket!r} for these keys" if is_missing else ""
 
 
 def _match_first_pattern(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:

@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.arrow import pa_fs
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.dataset import Paths
 from meshrec.data.exact_columns import plain_table
@@ -37,6 +36,7 @@ from meshrec.data.nearest import missing_column
 from meshrec.data.parquet import open_parquet_file
 from meshrec.data.partitions import Keys, partition_keys, with_keys
 from meshrec.data.samples import Bools, Ints
+from meshrec.data.stores import StoredFile, version_of
 from meshrec.durable import DamageError, durable_file, read_regular, sealed, unsealed, write_durably
 from meshrec.durable.digests import tree_hash_of
 from meshrec.durable.files import open_regular
@@ -143,6 +143,8 @@ class _Piece(NamedTuple):
     """All CSV rows; None for a Parquet file."""
     metadata: Any
     """Parquet footer, parsed once for all pieces; None for a CSV file."""
+    version: str | None
+    """Version of a Parquet file in a store; None for other files."""
 
 
 def encode_parts(log: LogFiles, folder: Path, faults: Faults, *, memory: int) -> LogParts:
@@ -209,7 +211,9 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
     """
     files, text = expand_tables(log.paths)
     keys = partition_keys(files, log.kinds)
-    digests = _Digests(folder)
+    # Before the first read: a change after this point is an error.
+    versions = {file: version_of(str(file)) if is_address(file) else None for file in files}
+    digests = _Digests(folder, versions)
     options = {"version": VERSION, "columns": asdict(log.columns)}
     # Options that do not change which rows are valid: parts are reused if only these differ.
     for name in ("ties", "min_user_count", "min_item_count"):
@@ -217,6 +221,9 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
     tables: list[pa.Table | None] = [None] * len(files)
     if text:
         csvs = read_csvs(files, log.kinds, log.form)
+        for file, version in versions.items():
+            if version is not None:
+                StoredFile(str(file), version).close()
         # read_csvs infers column types from all files together, so a new file may change the rows of others.
         options |= {"form": asdict(log.form), "types": [str(table.schema.types) for table in csvs]}
         tables = [*csvs]
@@ -232,9 +239,11 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
         )
         if table is not None:
             names |= dict.fromkeys(table.column_names)
-            file_pieces = [_Piece(name, file, keys[file], first, table.num_rows, range(0), table, None)]
+            file_pieces = [_Piece(name, file, keys[file], first, table.num_rows, range(0), table, None, None)]
         else:
-            file_pieces, columns = _pieces_of_parquet(name, file, keys[file], first, max_rows)
+            file_pieces, columns = _pieces_of_parquet(
+                name, file, keys[file], first, max_rows=max_rows, version=versions[file]
+            )
             names |= dict.fromkeys(columns)
         pieces += file_pieces
         first += sum(piece.num_rows for piece in file_pieces)
@@ -246,7 +255,7 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
 
 
 def _pieces_of_parquet(
-    name: str, file: File, keys: Keys, first_row: int, max_rows: int
+    name: str, file: File, keys: Keys, first_row: int, *, max_rows: int, version: str | None
 ) -> tuple[list[_Piece], list[str]]:
     """Divide a Parquet file into pieces, each with consecutive row groups.
 
@@ -256,12 +265,13 @@ def _pieces_of_parquet(
         keys: partition column values.
         first_row: row number in the whole log for the file's first row.
         max_rows: maximum rows per piece, unless a row group is larger.
+        version: version of a file in a store; None for a local file.
 
     Returns:
         The pieces, and all column names, including partition columns.
     """
     try:
-        with open_parquet_file(file) as opened:
+        with open_parquet_file(file, version) as opened:
             metadata, columns = opened.metadata, [*opened.schema_arrow.names, *keys]
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{not_parquet(file, error)}. Repair the file.") from error
@@ -272,7 +282,7 @@ def _pieces_of_parquet(
         # End the piece before the next row group would make it too large.
         if group + 1 == len(sizes) or num_rows + sizes[group + 1] > max_rows:
             groups = range(start, group + 1)
-            pieces.append(_Piece(name, file, keys, first_row, num_rows, groups, None, metadata))
+            pieces.append(_Piece(name, file, keys, first_row, num_rows, groups, None, metadata, version))
             start, num_rows = group + 1, 0
     return pieces, columns
 
@@ -328,7 +338,9 @@ def _blocks(log: LogFiles, piece: _Piece, max_rows: int) -> Iterator[pa.Table]:
         yield from (_with_columns(table, names) for table in tables)
         return
     try:
-        with open_parquet_file(piece.file, metadata=piece.metadata, pre_buffer=False) as opened:
+        # Requests to a store take long, so its files are read in few of them.
+        options = {"metadata": piece.metadata, "pre_buffer": is_address(piece.file)}
+        with open_parquet_file(piece.file, piece.version, **options) as opened:
             stored = [name for name in names if name in opened.schema_arrow.names]
             for batch in opened.iter_batches(max_rows, [*piece.groups], stored, use_threads=False):
                 table = with_keys(plain_table(pa.Table.from_batches([batch])), piece.keys)
@@ -461,11 +473,15 @@ class _Digests:
 
     For a local file, the digest is a hash of the content. It is computed again only if the file's size,
     modification time, status change time or inode has changed. For a file in a store such as S3, the digest
-    covers URI, size and modification time.
+    covers address and version.
+
+    Args:
+        folder: folder for the cache.
+        versions: version by file, None for local files; see `version_of`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "sources.json"
+    def __init__(self, folder: Path, versions: Mapping[File, str | None]) -> None:
+        self._path, self._versions = folder / "sources.json", versions
         try:
             # Entries of earlier builds, by real path: size, two times, inode, digest.
             self._stored = unsealed(self._path.read_bytes(), self._path.name, required=True)
@@ -475,14 +491,10 @@ class _Digests:
         self._current: dict[str, Any] = {}
 
     def of(self, file: File) -> str:
-        """Return a digest for a local file's content.
-
-        For a file in a store such as S3, the digest depends on URI, size and modification time instead.
-        """
-        if is_address(file):
-            filesystem, path = pa_fs.FileSystem.from_uri(str(file))
-            info = filesystem.get_file_info(path)
-            return digest_of([str(file), info.size, info.mtime_ns])
+        """Return a digest for a local file's content, or for address and version of a file in a store."""
+        if self._versions[file] is not None:
+            # Without the address's options, such as the number of retries.
+            return digest_of([str(file).partition("?")[0], self._versions[file]])
         path = os.path.realpath(file)
         with open_regular(Path(path)) as descriptor:
             status = os.fstat(descriptor)

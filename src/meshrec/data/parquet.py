@@ -52,6 +52,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         super().__init__(schema, faults)
         # Footers of the opened files, so they are parsed only once.
         self._metadata: dict[File, Any] = {}
+        self._versions: dict[File, str | None] = {}  # of files in stores, which must stay the same
         self._schemas: dict[File, Any] = {}  # of normalized columns, including partition columns
         self._keys = partition_keys(files, schema.fitted_kinds())
         self._partition_columns: dict[File, set[str]] = {}  # partition columns missing from the file itself
@@ -78,7 +79,7 @@ class ParquetSource(EncodedRows, Tables, Source):
             # Columns of partitions, such as ``day=1``, are in the folder name instead of the file.
             if not self._in_file(group.file, [name]):
                 return pa.repeat(self._keys[group.file][name], group.rows)
-            with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
+            with self._reopened(group.file) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
                 array = plain(table[name]).combine_chunks()
                 kind = self.arrow_schema.field(name).type
@@ -112,7 +113,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         """
         group = self._groups[block]
         try:
-            with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
+            with self._reopened(group.file) as opened:
                 names = self._in_file(group.file, self._schema.columns())
                 for batch in opened.iter_batches(size, [group.number], names, use_threads=False):
                     table = plain_table(pa.Table.from_batches([batch]))
@@ -126,6 +127,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         """Check a file's columns, and return its row groups with rows; none if the file is omitted."""
         try:
             with open_parquet_file(file) as opened:
+                self._versions[file] = opened.store_version
                 # Readers apply `plain`, so compare the types after it.
                 metadata, schema = opened.metadata, plain_schema(opened.schema_arrow)
                 self._partition_columns[file] = self._keys[file].keys() - set(schema.names)
@@ -157,11 +159,10 @@ class ParquetSource(EncodedRows, Tables, Source):
         group = self._groups[block]
         name, row = f"{group.file}: row group {group.number}", 0
         try:
-            metadata = self._metadata[group.file]
             columns = self._in_file(group.file, self._schema.columns())
             # Read as dictionaries, so every distinct value is hashed once.
-            text_columns = _text_columns(metadata, columns)
-            with open_parquet_file(group.file, metadata=metadata, read_dictionary=text_columns) as opened:
+            text_columns = _text_columns(self._metadata[group.file], columns)
+            with self._reopened(group.file, read_dictionary=text_columns) as opened:
                 batches = opened.iter_batches(
                     batch_size=max(size, _READ_ROWS),
                     row_groups=[group.number],
@@ -185,6 +186,11 @@ class ParquetSource(EncodedRows, Tables, Source):
             # Invalid samples replace the damaged rows, so positions of later samples do not shift.
             yield void_samples(group.rows - row, self.shape)
 
+    def _reopened(self, file: File, **options: Any) -> contextlib.AbstractContextManager[Any]:
+        """Open a file again; see `open_parquet_file`."""
+        metadata, version = self._metadata[file], self._versions[file]
+        return open_parquet_file(file, version, metadata=metadata, **options)
+
     def _in_file(self, file: File, columns: Sequence[str]) -> list[str]:
         """Return the columns stored in the file, as opposed to partition columns."""
         return [name for name in columns if name not in self._partition_columns[file]]
@@ -193,7 +199,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         """Return text for an error message: the first column that cannot be read; empty if all can."""
         for column in self._in_file(group.file, self._schema.columns()):
             try:
-                with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
+                with self._reopened(group.file) as opened:
                     opened.read_row_group(group.number, columns=[column], use_threads=False)
             except (pa.ArrowException, OSError):
                 return f", column {column!r}"
@@ -201,18 +207,26 @@ class ParquetSource(EncodedRows, Tables, Source):
 
 
 @contextlib.contextmanager
-def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
+def open_parquet_file(file: File, version: str | None = None, **options: Any) -> Generator[Any, None, None]:
     """Open a Parquet file, local or in a store, as a ``pyarrow.parquet.ParquetFile``.
 
+    The yielded object has an additional attribute ``store_version``: the version of a file in a store, None
+    for a local file.
+
     Args:
-        file: path or URI.
+        file: path or address.
+        version: version that a file in a store must have; None: any.
         options: further keyword arguments of ``ParquetFile``.
+
+    Raises:
+        StoreError: a file in a store cannot be read, or has changed since it was opened.
     """
     # Nanoseconds, Arrow's default for INT96, wrap around outside the years 1677 to 2262.
     with (
-        opened(file) as source,
+        opened(file, version) as source,
         pa_parquet.ParquetFile(source, coerce_int96_timestamp_unit="us", **options) as file_reader,
     ):
+        file_reader.store_version = getattr(source, "version", None)
         yield file_reader
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from meshrec.data.locations import is_address
+from meshrec.data.stores import version_of
 from meshrec.ops import library
 from meshrec.ops.library import has_kernels, library_path
 from meshrec.runs.saved_recipe import describe_data
@@ -137,7 +139,7 @@ def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
 def _describe_files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
     """Yield number and description (name, row count, fingerprint) for every file in a reader."""
     for number, file in enumerate([] if reader is None else reader.files):
-        about = _fingerprint(Path(file.name)) if number < _MAX_FILES else ""
+        about = _fingerprint(file.name) if number < _MAX_FILES else ""
         yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
 
 
@@ -196,20 +198,24 @@ def _list_data_files(path: Path) -> Iterator[tuple[str, str]]:
         yield "number of files", str(len(files))
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(file: str | Path) -> str:
     """Return a fingerprint: the file's size, and a digest of evenly spaced parts.
 
-    Reading whole files would take too long. If the file does not exist, return a fixed string.
+    Reading whole files would take too long. The fingerprint of a file in a store is its version there. If the
+    file does not exist, return a fixed string.
     """
+    if is_address(file):
+        return version_of(str(file))
+    path = Path(file)
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with path.open("rb") as stream:
         digest = hashlib.sha256()
         for number in range(_FINGERPRINT_PARTS):
             # Parts are spread evenly from the start to the end of the file.
-            file.seek(max(0, size - _FINGERPRINT_BYTES) * number // (_FINGERPRINT_PARTS - 1))
-            digest.update(file.read(_FINGERPRINT_BYTES))
+            stream.seek(max(0, size - _FINGERPRINT_BYTES) * number // (_FINGERPRINT_PARTS - 1))
+            digest.update(stream.read(_FINGERPRINT_BYTES))
     return f"{size} bytes {digest.hexdigest()[:16]}"
 
 
