@@ -14,11 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.comms.agreement import together
+from meshrec.comms.collectives import gather_objects
 from meshrec.comms.mesh import Axis
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import DataError, Faults, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
 from meshrec.data.features.merging import merge_ranks
+from meshrec.data.features.sketches import max_sample_hash, smallest_row_hashes
 from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parsed_times, whole
 from meshrec.data.frames import column_names
 from meshrec.data.hashing import codes_of
@@ -174,8 +176,12 @@ def fit_log_on_ranks(log: LogTable, axis: Axis, *, users: bool) -> Features | No
     with together(axis, name):
         if messages := features.wrong_columns(log.table.schema):
             raise ValueError(f"{messages[0]}.")
-        state = features.state_of(log.table.slice(first, last - first), np.arange(first, last))
-    merged = merge_ranks(state if last > first else None, axis)
+        rows = np.arange(first, last)
+        hashes = smallest_row_hashes([rows])
+    max_hash = max_sample_hash(gather_objects(hashes, axis, name))
+    with together(axis, name):
+        state = features.state_of(log.table.slice(first, last - first), rows, max_hash)
+    merged = merge_ranks([state] if last > first else [], axis)
     fitted = None
     with together(axis, name):
         if merged is not None:

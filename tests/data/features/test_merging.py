@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,16 @@ import pytest
 
 from meshrec.data import Split
 from meshrec.data.features import Buckets, Features, Hashed, Label, Number, Vocabulary
+from meshrec.data.features.features import FitState
 from meshrec.data.features.fitting import fit_features, fit_on_ranks
-from meshrec.data.features.merging import StateMerger
+from meshrec.data.features.merging import StateMerger, merge_ranks
+from meshrec.data.features.sketches import (
+    SAMPLE_ROWS,
+    Counts,
+    RowSample,
+    max_sample_hash,
+    smallest_row_hashes,
+)
 from meshrec.data.frames import open_tables
 from meshrec.data.parquet import open_parquet
 from meshrec.testing import RankError
@@ -50,7 +59,7 @@ def visits(num: int, seed: int, *, floats: bool = False) -> pa.Table:
     )
 
 
-def write_visits(folder, num=20_000):
+def write_visits(folder, num=28_000):
     for number in range(3):
         table = visits(num, number, floats=number == 2)
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=num // (2 * number + 1))
@@ -112,14 +121,10 @@ def test_many_states_merge_to_the_state_of_all_rows():
     table = visits(5000, 0)
     merger = StateMerger()
     assert merger.state() is None
-    bounds = set()
     for start in range(0, 5000, 50):
-        rows = np.arange(start, start + 50)
-        merger.add(FEATURES.state_of(table.slice(start, 50), rows, merger.max_hash))
-        bounds.add(merger.max_hash)
+        merger.add(FEATURES.state_of(table.slice(start, 50), np.arange(start, start + 50)))
     state = merger.state()
     expected = FEATURES.state_of(table, np.arange(5000))
-    assert bounds == {None}  # a sample of fewer rows than its limit takes every row
     assert (state.num_rows, state.fractional) == (expected.num_rows, expected.fractional)
     assert state.sample.table.equals(expected.sample.table)
     for name, counts in expected.counts.items():
@@ -127,15 +132,69 @@ def test_many_states_merge_to_the_state_of_all_rows():
         assert state.counts[name].by_count().counts.equals(counts.by_count().counts)
 
 
-def test_a_full_sample_bounds_the_rows_that_are_looked_at(monkeypatch):
+def test_rows_outside_the_sample_are_not_copied():
     num = 300_000
     table = pa.table({"y": np.zeros(num), "price": np.arange(num), "user": np.arange(num) % 3})
     features = Features(labels=(), features=(Number(name="price", standardize=True), Vocabulary(name="user")))
     fitted = features.fit([table])
     assert fit_features(features, open_tables, table) == fitted
+    parts = [np.arange(start, start + 100_000) for start in range(0, num, 100_000)]
+    max_hash = max_sample_hash([smallest_row_hashes([part[:7], part[7:]]) for part in parts])
     merger = StateMerger()
-    for start in range(0, num, 100_000):
-        rows = np.arange(start, start + 100_000)
-        merger.add(features.state_of(table.slice(start, 100_000), rows, merger.max_hash))
-        assert merger.max_hash is not None
+    num_sampled = 0
+    for part in parts:
+        state = features.state_of(table.slice(part[0], len(part)), part, max_hash)
+        num_sampled += len(state.sample.hashes)
+        merger.add(state)
+    assert num_sampled == SAMPLE_ROWS
     assert features.fitted(merger.state(), table.schema) == fitted
+    assert max_sample_hash([smallest_row_hashes([np.arange(SAMPLE_ROWS - 1)])]) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_ranks_order_values_of_any_type_by_count(share, ranks):
+    """Ranks have common values, or different ones."""
+    results = ranks(3).run(merge_random_counts, share)
+    counts, expected = results[0]
+    assert results[1:] == [None, None]
+    for name, (values, numbers) in expected.items():
+        assert counts[name][0].type == values.type
+        assert counts[name][0].equals(values)
+        assert counts[name][1].equals(numbers)
+
+
+def merge_random_counts(share: float):
+    axis = join("cpu").axis
+    rng = np.random.default_rng(4)
+    num = 3000
+    rows = rng.integers(0, num, 3 * num) if share else np.arange(3 * num)
+    values = {
+        "integer": pa.array(rows - num),
+        "unsigned": pa.array(rows.astype(np.uint64) + np.uint64(1 << 63)),
+        "float": pa.array(rows / 4 - 9),
+        "text": pa.array([f"é{row}" if row % 2 else "a" * (row % 50) for row in rows.tolist()]),
+        "binary": pa.array([bytes([row % 256, row // 256]) for row in rows.tolist()]),
+        "flag": pa.array(rows % 3 == 0),
+        "decimal": pa.array(rows).cast(pa.decimal128(24, 2)),
+        "day": pa.array(rows.astype(np.int32), pa.date32()),
+        "time": pa.array(rows, pa.timestamp("us")),
+        "none": pa.array([], pa.string()),
+    }
+    # Rows per rank, of which some have no rows.
+    stop = [round(share * num), num, 3 * num]
+    first, last = [0, *stop][axis.rank : axis.rank + 2]
+
+    def state_of(start: int, end: int) -> FitState:
+        counts = {name: Counts.of(array.slice(start, end - start)) for name, array in values.items()}
+        sample = RowSample.of(pa.table({"": np.zeros(end - start, bool)}), np.arange(start, end))
+        return FitState(end - start, sample, counts)
+
+    cuts = np.linspace(first, last, 4).astype(int).tolist() if first < last else []
+    merged = merge_ranks([state_of(*pair) for pair in itertools.pairwise(cuts)], axis)
+    if merged is None:
+        return None
+    all_counts = {name: counts.by_count() for name, counts in state_of(0, 3 * num).counts.items()}
+    return tuple(
+        {name: (counts.values, counts.counts) for name, counts in of_state.items()}
+        for of_state in (merged.counts, all_counts)
+    )

@@ -13,7 +13,8 @@ from meshrec.comms.mesh import Axis
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.features.features import Features, FitState
 from meshrec.data.features.merging import StateMerger, merge_ranks
-from meshrec.data.samples import Bools
+from meshrec.data.features.sketches import max_sample_hash, smallest_row_hashes
+from meshrec.data.samples import Bools, Ints
 from meshrec.data.shares import RowRange, cut_rows, row_ranges
 from meshrec.data.splitting import Part, Parts, Split
 from meshrec.data.streaming import Source
@@ -21,6 +22,9 @@ from meshrec.data.tables import OpenSource, Tables
 
 _FIT_ROWS = 1 << 16
 """Rows per table while fitting. Fitted features do not depend on it, because states merge exactly."""
+
+_HASHED_ROWS = 1 << 20
+"""Rows whose hashes are computed at a time."""
 
 Engine = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """The function ``map``, or a function with the same interface that uses other processes or machines."""
@@ -55,9 +59,10 @@ def fit_features(
     assert isinstance(source, Tables)
     selected = None if split is None else _training_mask(split.parts_of(source))
     blocks = _blocks(row_ranges(source.block_sizes), selected)
+    max_hash = max_sample_hash([smallest_row_hashes(_row_numbers(blocks))])
     merger = StateMerger()
     # States merge exactly in any order, so the engine may run blocks anywhere.
-    for state in engine(functools.partial(_fit_block, source, features), blocks):
+    for state in engine(functools.partial(_fit_block, source, features, max_hash), blocks):
         # A block may have no training rows.
         if state is not None:
             merger.add(state)
@@ -101,15 +106,17 @@ def fit_on_ranks(
     sizes = source.block_sizes
     selected = None if split is None else _training_rows(split, source, axis)
     first, last = cut_rows(int(sizes.sum()), axis.size, selected)[axis.rank : axis.rank + 2]
+    blocks = _blocks(row_ranges(sizes, first, last), selected)
+    max_hash = max_sample_hash(gather_objects(smallest_row_hashes(_row_numbers(blocks)), axis, name))
     merger = StateMerger()
     num_read = 0
     with together(axis, name):
-        for block in _blocks(row_ranges(sizes, first, last), selected):
-            for num_added in _add_rows(merger, source, features, block):
+        for block in blocks:
+            for num_added in _add_rows(merger, source, features, block, max_hash):
                 num_read += num_added
                 tell(num_read / (last - first))
-        state = merger.state()
-    state = merge_ranks(state, axis)
+        states = merger.states()
+    state = merge_ranks(states, axis)
     fitted = None
     with together(axis, name):
         # Only rank 0 stores the features. The other ranks read the stored ones.
@@ -171,21 +178,34 @@ def _blocks(ranges: Sequence[RowRange], selected: Bools | None) -> list[_Block]:
     ]
 
 
-def _fit_block(source: Tables, features: Features, block: _Block) -> FitState | None:
+def _row_numbers(blocks: Sequence[_Block]) -> Iterator[Ints]:
+    """Yield the numbers of the training rows in some blocks, in arrays with a limited size."""
+    for (_, start, stop, first_row), selected in blocks:
+        for offset in range(0, stop - start, _HASHED_ROWS):
+            rows = np.arange(offset, min(offset + _HASHED_ROWS, stop - start))
+            yield first_row + (rows if selected is None else rows[selected[rows]])
+
+
+def _fit_block(
+    source: Tables, features: Features, max_hash: np.uint64 | None, block: _Block
+) -> FitState | None:
     """Compute the statistics of the training rows in a block; None if it has no training rows.
 
     Args:
         source: source with the block.
         features: features to fit.
+        max_hash: as for `RowSample.of`.
         block: the rows.
     """
     merger = StateMerger()
-    for _ in _add_rows(merger, source, features, block):
+    for _ in _add_rows(merger, source, features, block, max_hash):
         pass
     return merger.state()
 
 
-def _add_rows(merger: StateMerger, source: Tables, features: Features, block: _Block) -> Iterator[int]:
+def _add_rows(
+    merger: StateMerger, source: Tables, features: Features, block: _Block, max_hash: np.uint64 | None
+) -> Iterator[int]:
     """Add the statistics of the training rows in a block, table by table. Yields the rows read.
 
     Args:
@@ -193,6 +213,7 @@ def _add_rows(merger: StateMerger, source: Tables, features: Features, block: _B
         source: source with the block.
         features: features to fit.
         block: the rows.
+        max_hash: as for `RowSample.of`.
     """
     number, start, stop, first_row = block.rows
     at = 0
@@ -208,7 +229,7 @@ def _add_rows(merger: StateMerger, source: Tables, features: Features, block: _B
                     is_all = len(rows) == table.num_rows
                     selected = table if is_all else table.take(rows - at)
                     # Row numbers in the whole data choose the sample, which then does not depend on blocks.
-                    merger.add(features.state_of(selected, first_row - start + rows, merger.max_hash))
+                    merger.add(features.state_of(selected, first_row - start + rows, max_hash))
                 yield high - low
             at += table.num_rows
             if at >= stop:

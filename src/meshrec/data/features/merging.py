@@ -1,10 +1,12 @@
 """Exact merging of fitting statistics: of many tables on one rank, and of all ranks."""
 
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from meshrec.comms.agreement import together
@@ -12,9 +14,12 @@ from meshrec.comms.collectives import Splits, all_to_all, gather_objects
 from meshrec.comms.mesh import Axis
 from meshrec.data.features.features import FitState
 from meshrec.data.features.sketches import SAMPLE_ROWS, Counts, RowSample
-from meshrec.data.features.values import hashes_of
-from meshrec.data.hashing import UInt64s, to_range
+from meshrec.data.hashing import UInt64s
 
+_SAMPLED = 1024
+"""Values per rank from which ranges of values are derived; the largest range is a few percent too large."""
+_MAX_DISTINCT_SHARE = 0.8
+"""States are merged on a rank if that leaves a smaller share of their values."""
 _FAN_IN = 8
 """States to merge at a time. A value's counts are merged log8(tables) times, and not with every table."""
 
@@ -29,6 +34,8 @@ class StateMerger:
     def __init__(self) -> None:
         # States of _FAN_IN**k tables in entry k; fewer than _FAN_IN of them.
         self._levels: list[list[FitState]] = []
+        # Values after the last merge, as a share of the values before it.
+        self._distinct_share = 1.0
 
     def add(self, state: FitState) -> None:
         """Add the state of further rows."""
@@ -37,63 +44,83 @@ class StateMerger:
             if len(level) < _FAN_IN:
                 return
             state = level[0].merged(*level[1:])
+            self._distinct_share = _num_values([state]) / max(_num_values(level), 1)
             level.clear()
         self._levels.append([state])
 
-    @property
-    def max_hash(self) -> np.uint64 | None:
-        """Row hash above which no further row is sampled; None if any row may be. See `RowSample.of`."""
-        samples = (state.sample for level in self._levels for state in level)
-        full = [sample.hashes[-1] for sample in samples if len(sample.hashes) >= SAMPLE_ROWS]
-        return min(full, default=None)
-
     def state(self) -> FitState | None:
         """Return the state of all rows; None if no state was added."""
+        return _merged([state for level in reversed(self._levels) for state in level])
+
+    def states(self) -> list[FitState]:
+        """Return states that `merge_ranks` can merge with less work than the state of all rows.
+
+        If most values occur in a single state, merging would only copy them.
+        """
         states = [state for level in reversed(self._levels) for state in level]
-        return states[0].merged(*states[1:]) if len(states) > 1 else states[0] if states else None
+        merged = _merged(states) if self._distinct_share < _MAX_DISTINCT_SHARE else None
+        return states if merged is None else [merged]
 
 
-def merge_ranks(state: FitState | None, axis: Axis) -> FitState | None:
+def _num_values(states: list[FitState]) -> int:
+    return sum(len(counts.values) for state in states for counts in state.counts.values())
+
+
+def _merged(states: list[FitState]) -> FitState | None:
+    return states[0].merged(*states[1:]) if len(states) > 1 else states[0] if states else None
+
+
+def merge_ranks(states: list[FitState], axis: Axis) -> FitState | None:
     """Merge the states of all ranks. Collective.
 
-    Every rank merges the counts of the values whose hash falls into its share. The ranks thus divide this
-    work, which takes long for many distinct values.
+    Every rank merges and sorts the counts of a range of values. The ranks thus divide this work, which takes
+    long for many distinct values.
 
     Args:
-        state: state of this rank's rows; None if it has no rows.
+        states: states of this rank's rows.
         axis: the ranks.
 
     Returns:
-        On rank 0, the state of all rows, or None if there are none. On other ranks, None.
+        On rank 0, the state of all rows, or None if there are none. Its counts are in the order of
+        `Counts.by_count`. On other ranks, None.
 
     Raises:
         ArrowInvalid: values of different ranks have no common type; raised on every rank.
     """
-    if axis.size == 1:
-        return state
     name = "merging fitted statistics"
-    hashes = gather_objects(None if state is None else state.sample.hashes, axis, name)
-    small = None
-    if state is not None:
-        sample = _common_sample(state.sample, [of_rank for of_rank in hashes if of_rank is not None])
-        # Without counts, which may be large: the types of their values decide about the common types.
-        small = state._replace(sample=sample, counts=_types(state.counts))
-    states = [other for other in gather_objects(small, axis, name) if other is not None]
-    if not states:
-        return None
-    merged = states[0].merged(*states[1:])
+    if axis.size == 1:
+        return _merged(states)
     with together(axis, name):
-        shares = _shares(merged.counts if state is None else state.counts, merged.counts, axis.size)
+        # Without counts, which may be large: the types of their values decide about the common types.
+        small = _merged([state._replace(counts=_types(state.counts)) for state in states])
+    hashes = gather_objects(None if small is None else small.sample.hashes, axis, name)
+    if small is not None:
+        sample = _common_sample(small.sample, [of_rank for of_rank in hashes if of_rank is not None])
+        small = small._replace(sample=sample)
+    gathered = [state for state in gather_objects(small, axis, name) if state is not None]
+    if not gathered:
+        return None
+    with together(axis, name):
+        merged = gathered[0].merged(*gathered[1:])
+        counts = {
+            key: _concatenated([types, *(_converted(state.counts[key], types) for state in states)])
+            for key, types in merged.counts.items()
+        }
+    samples = gather_objects({key: _sampled(of_feature) for key, of_feature in counts.items()}, axis, name)
+    with together(axis, name):
+        bounds = {key: _bounds([of_rank[key] for of_rank in samples], axis.size) for key in counts}
+        shares = _shares(counts, bounds, axis.size)
     shares = _exchange(shares, axis)
     with together(axis, name):
         counts = {
-            key: first.merged(*(share[key] for share in shares[1:])) for key, first in shares[0].items()
+            key: first.merged(*(share[key] for share in shares[1:])).by_count()
+            for key, first in shares[0].items()
         }
-    # The ranks' values differ now, so rank 0 only concatenates.
+    # The ranks' values differ now, and are sorted, so rank 0 only puts them together.
     shares = _exchange([counts, *([_types(counts)] * (axis.size - 1))], axis)
     if axis.rank:
         return None
-    all_counts = {key: _concatenated([share[key] for share in shares]) for key in counts}
+    all_counts = {key: _joined([share[key] for share in shares]) for key in counts}
     return FitState(merged.num_rows, merged.sample, all_counts, merged.fractional)
 
 
@@ -106,16 +133,21 @@ def _common_sample(sample: RowSample, hashes: list[UInt64s]) -> RowSample:
     """
     selected = np.sort(np.concatenate(hashes))[:SAMPLE_ROWS]
     num = int(np.searchsorted(sample.hashes, selected[-1], side="right")) if len(selected) else 0
-    return RowSample(sample.table.slice(0, num), sample.hashes[:num])
+    # Copied, because a pickled slice has all values of the arrays.
+    return RowSample(sample.table.take(np.arange(num)), sample.hashes[:num])
 
 
 def _types(counts: Mapping[str, Counts]) -> dict[str, Counts]:
     """Return counts of no values, with the same types."""
-    return {name: _slice(of_feature, 0, 0) for name, of_feature in counts.items()}
+    no_counts = pa.array([], pa.int64())
+    return {
+        name: Counts(pa.array([], of_feature.values.type), no_counts) for name, of_feature in counts.items()
+    }
 
 
-def _slice(counts: Counts, start: int, stop: int) -> Counts:
-    return Counts(counts.values.slice(start, stop - start), counts.counts.slice(start, stop - start))
+def _converted(counts: Counts, types: Counts) -> Counts:
+    """Convert values to the type of other counts."""
+    return counts if counts.values.type == types.values.type else counts.merged(types)
 
 
 def _concatenated(counts: list[Counts]) -> Counts:
@@ -124,14 +156,36 @@ def _concatenated(counts: list[Counts]) -> Counts:
     )
 
 
+def _sampled(counts: Counts) -> Any:
+    """Return a few values, spread over all of them."""
+    num = min(len(counts.values), _SAMPLED)
+    return counts.values.take(pa.array(np.arange(num) * len(counts.values) // max(num, 1)))
+
+
+def _bounds(samples: list[Any], num_ranks: int) -> Any:
+    """Return values that divide the values of all ranks into ranges of about equal size, ascending.
+
+    Args:
+        samples: some values of every rank.
+        num_ranks: number of ranges, at most one more than the result has values.
+    """
+    values = pa.concat_arrays(samples)
+    order = pc.array_sort_indices(values).to_numpy()
+    return (
+        values.take(pa.array(order[len(order) * np.arange(1, num_ranks) // num_ranks]))
+        if len(order)
+        else values
+    )
+
+
 def _shares(
-    counts: Mapping[str, Counts], types: Mapping[str, Counts], num_ranks: int
+    counts: Mapping[str, Counts], bounds: Mapping[str, Any], num_ranks: int
 ) -> list[dict[str, Counts]]:
-    """Divide counts by the hashes of the values.
+    """Divide counts into ranges of values.
 
     Args:
         counts: counts by feature name.
-        types: counts of no values, with the common type of all ranks.
+        bounds: values from `_bounds` by feature name.
         num_ranks: number of ranks.
 
     Returns:
@@ -139,42 +193,63 @@ def _shares(
     """
     shares: list[dict[str, Counts]] = [{} for _ in range(num_ranks)]
     for name, of_feature in counts.items():
-        if of_feature.values.type != types[name].values.type:
-            of_feature = of_feature.merged(types[name])
-        # Equal values have equal hashes only if they have the same type.
-        ranks = to_range(hashes_of(of_feature.values), num_ranks)
+        ranks = np.zeros(len(of_feature.values), np.uint16)
+        for bound in bounds[name]:
+            ranks += pc.greater_equal(of_feature.values, bound).to_numpy(zero_copy_only=False)
         order = pa.array(np.argsort(ranks, kind="stable"))
         ends = np.cumsum(np.bincount(ranks, minlength=num_ranks)).tolist()
-        ordered = Counts(of_feature.values.take(order), of_feature.counts.take(order))
+        ordered = of_feature.take(order)
         for share, start, stop in zip(shares, [0, *ends], ends, strict=False):
-            share[name] = _slice(ordered, start, stop)
+            share[name] = Counts(
+                ordered.values.slice(start, stop - start), ordered.counts.slice(start, stop - start)
+            )
     return shares
+
+
+def _joined(counts: list[Counts]) -> Counts:
+    """Put counts together that are in the order of `Counts.by_count`, and have ascending ranges of values."""
+    joined = _concatenated(counts)
+    # Stable: among equally frequent values, those of earlier ranks are smaller.
+    return joined.take(pa.array(np.argsort(-joined.counts.to_numpy(), kind="stable")))
 
 
 def _exchange(sent: list[dict[str, Counts]], axis: Axis) -> list[dict[str, Counts]]:
     """Send counts to every rank, and return the counts received from every rank. Collective."""
-    messages = [pickle.dumps({name: _to_ipc(counts) for name, counts in of_rank.items()}) for of_rank in sent]
+    # A rank's own share is large, and not copied.
+    messages = [
+        np.zeros(0, np.uint8) if rank == axis.rank else _to_ipc(of_rank) for rank, of_rank in enumerate(sent)
+    ]
     sizes = [len(message) for message in messages]
     name = "exchanging counts of values"
     received = [sizes_of_rank[axis.rank] for sizes_of_rank in gather_objects(sizes, axis, name)]
-    joined = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+    joined = torch.from_numpy(np.concatenate(messages))
     result = all_to_all(joined, Splits(sizes, received), axis, name).wait()
     parts = torch.split(result, received)
     return [
-        {name: _from_ipc(buffer) for name, buffer in pickle.loads(part.numpy().tobytes()).items()}
-        for part in parts
+        sent[rank] if rank == axis.rank else _from_ipc(part.numpy(), sent[rank].keys())
+        for rank, part in enumerate(parts)
     ]
 
 
-def _to_ipc(counts: Counts) -> bytes:
+def _to_ipc(counts: Mapping[str, Counts]) -> npt.NDArray[np.uint8]:
     """Serialize counts. Unlike a pickle, the result has only the values of a slice."""
     sink = pa.BufferOutputStream()
-    table = pa.table({"value": counts.values, "count": counts.counts})
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
+    for of_feature in counts.values():
+        table = pa.table({"value": of_feature.values, "count": of_feature.counts})
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    return np.frombuffer(sink.getvalue(), np.uint8)
 
 
-def _from_ipc(buffer: bytes) -> Counts:
-    table = pa.ipc.open_stream(buffer).read_all()
-    return Counts(table["value"].combine_chunks(), table["count"].combine_chunks())
+def _from_ipc(message: npt.NDArray[np.uint8], names: Iterable[str]) -> dict[str, Counts]:
+    """Return the counts from `_to_ipc`, which share the memory of the message.
+
+    Args:
+        message: the serialized counts.
+        names: feature names, in the order of the counts.
+    """
+    reader, counts = pa.BufferReader(message), {}
+    for name in names:
+        table = pa.ipc.open_stream(reader).read_all()
+        counts[name] = Counts(table["value"].combine_chunks(), table["count"].combine_chunks())
+    return counts

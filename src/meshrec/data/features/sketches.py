@@ -4,7 +4,7 @@ A sketch of data is computed by merging the sketches of its parts. The result is
 parts in any order, so features fitted on many machines equal those fitted on one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,9 +47,9 @@ class RowSample(NamedTuple):
             rows: row numbers in the whole data, int64 [n].
             limit: maximum sampled rows.
             max_hash: leave out rows with a larger hash, because there are ``limit`` other rows with smaller
-                ones. None: no row.
+                ones, see `max_sample_hash`. None: no row.
         """
-        hashes = mix(rows.view(np.uint64), seed=_ROW_SEED)
+        hashes = _row_hashes(rows)
         if max_hash is not None:
             is_small = hashes <= max_hash
             table, hashes = table.filter(pa.array(is_small)), hashes[is_small]
@@ -60,6 +60,38 @@ class RowSample(NamedTuple):
         samples = (self, *others)
         table = pa.concat_tables([sample.table for sample in samples], promote_options="permissive")
         return _smallest(table, np.concatenate([sample.hashes for sample in samples]), limit)
+
+
+def smallest_row_hashes(rows: Iterable[Ints]) -> UInt64s:
+    """Return the hashes of the rows that a sample of some rows has, ascending.
+
+    Args:
+        rows: row numbers in the whole data, in arrays.
+    """
+    smallest = np.zeros(0, np.uint64)
+    for numbers in rows:
+        hashes = _row_hashes(numbers)
+        if len(smallest) == SAMPLE_ROWS:
+            # Few hashes remain to be sorted.
+            hashes = hashes[hashes < smallest[-1]]
+        smallest = np.sort(np.concatenate([smallest, hashes]))[:SAMPLE_ROWS]
+    return smallest
+
+
+def max_sample_hash(hashes: Sequence[UInt64s]) -> np.uint64 | None:
+    """Return the largest row hash in the sample of all rows; None if the sample has all rows.
+
+    Rows with larger hashes need not be copied into the samples of parts of the data.
+
+    Args:
+        hashes: results of `smallest_row_hashes` for all parts of the data.
+    """
+    smallest = np.sort(np.concatenate(hashes))[:SAMPLE_ROWS]
+    return smallest[-1] if len(smallest) == SAMPLE_ROWS else None
+
+
+def _row_hashes(rows: Ints) -> UInt64s:
+    return mix(rows.view(np.uint64), seed=_ROW_SEED)
 
 
 def _smallest(table: pa.Table, hashes: UInt64s, limit: int) -> RowSample:
@@ -149,11 +181,26 @@ class Counts:
 
     def by_count(self) -> "Counts":
         """Return the counts with the most frequent value first; equally frequent values ascend."""
+        if self._is_by_count():
+            return self
         order = pc.sort_indices(
             self._table(),
             sort_keys=[("count", "descending"), ("value", "ascending")],
         )
-        return Counts(self.values.take(order), self.counts.take(order))
+        return self.take(order)
+
+    def _is_by_count(self) -> bool:
+        """Return whether the values have the order of `by_count`, as those that ranks have merged."""
+        steps = np.diff(self.counts.to_numpy())
+        if (steps > 0).any():
+            return False
+        num = max(len(steps), 0)
+        ascend = pc.less(self.values.slice(0, num), self.values.slice(1, num))
+        return bool(((steps < 0) | ascend.to_numpy(zero_copy_only=False)).all())
+
+    def take(self, indices: Any) -> "Counts":
+        """Return the counts at some positions, an Arrow array."""
+        return Counts(self.values.take(indices), self.counts.take(indices))
 
     def with_values(self, values: Any) -> "Counts":
         """Return the counts for converted values, adding up the counts of values that became equal.
