@@ -42,7 +42,7 @@ def fit(source: Log):
         ranks = join("cpu")
         features = source.fit_on_ranks(ranks.axis, lambda share: None)
         assert (features is None) == (ranks.rank > 0)
-        features = ranks.share(features)
+        features = ranks.broadcast(features)
         dataset = source.dataset(features)
     finally:
         Log.read = read
