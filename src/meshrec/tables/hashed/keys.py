@@ -138,15 +138,8 @@ class LRU(Eviction):
     # Number of the last update. A new row has 0 until its first use.
     parts = (RowPart("last", torch.int32, True),)
 
+    @override
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Store the update number in the used rows' part ``last``.
-
-        Args:
-            parts: policy parts by name, indexed by slot.
-            slots: used rows' slots, int64; may repeat.
-            clock: update time.
-            fills: queue for the write.
-        """
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -175,15 +168,8 @@ class LFU(Eviction):
         if self.half_life is not None and (not isinstance(self.half_life, int) or self.half_life < 1):
             raise ValueError(f"LFU: half_life must be an integer >= 1 or None, got {self.half_life!r}.")
 
+    @override
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Add an update's reads to the used rows' counts, after halving the counts that are due.
-
-        Args:
-            parts: policy parts by name, indexed by slot.
-            slots: one slot per read, int64.
-            clock: update time.
-            fills: queue for the write.
-        """
         uses, last = parts["uses"], parts["last"]
         # Halve before adding: repeated slots then all write the same halved value.
         uses[slots] = uses[slots] >> self._halvings(last[slots], clock)
@@ -233,15 +219,8 @@ class TTL(Eviction):
                 f"seconds={self.seconds!r}."
             )
 
+    @override
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Store the present time in the used rows' part ``last``, in updates or seconds.
-
-        Args:
-            parts: policy parts by name, indexed by slot.
-            slots: used rows' slots, int64; may repeat.
-            clock: update time.
-            fills: queue for the write.
-        """
         fills.add(parts["last"], slots, self._now(clock))
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
@@ -310,15 +289,9 @@ class Score(Eviction):
     needs_rows = True
     needs_whole_rows = True
 
+    @override
     def use(self, parts: Mapping[str, Tensor], slots: Tensor, clock: Clock, fills: Fills) -> None:
-        """Store the update number in the used rows. The function can read it as ``rows.parts["last"]``.
-
-        Args:
-            parts: policy parts by name, indexed by slot.
-            slots: used rows' slots, int64; may repeat.
-            clock: update time.
-            fills: queue for the write.
-        """
+        # The function can read the number as ``rows.parts["last"]``.
         fills.add(parts["last"], slots, clock.step)
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
