@@ -290,8 +290,8 @@ class DistributedModelParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register a communication hook with DistributedDataParallel, such as one to compress gradients.
 
-        Call it before the first training step. Without a hook, CPU ranks on the same host average gradients
-        with ``dense_gradients.average_gradients``.
+        Call this method before the first training step. Without a hook, CPU ranks on the same host average
+        gradients with ``dense_gradients.average_gradients``.
 
         Args:
             state: passed to the hook.

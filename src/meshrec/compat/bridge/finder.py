@@ -16,8 +16,8 @@ from typing import Any
 from meshrec.compat.bridge.missing import MISSING
 from meshrec.compat.bridge.names import MODULES
 
-# Environment variables: replace installed packages, too; and the script to run, which child processes need,
-# too.
+# Environment variables, which child processes inherit: whether to replace installed packages, and the path of
+# the script to run.
 FORCE = "MESHREC_COMPAT_FORCE"
 SCRIPT = "MESHREC_COMPAT_SCRIPT"
 _PACKAGES = ("torchrec", "fbgemm_gpu")

@@ -114,8 +114,7 @@ def _views(built: ModuleParts, config: Any) -> list[Tensor]:
                 "write its rows before the model is sharded."
             )
         rows, width = part.shape
-        # The tensor holds all rectangles of this table on a device, and `start` is the first element of this
-        # one.
+        # The tensor holds all rectangles of this table on a device. This rectangle begins at element `start`.
         weight = part.weight.detach().flatten()
         views.append((rectangle.r0, weight[part.start : part.start + rows * width].view(rows, width)))
     return [rows for _, rows in sorted(views, key=lambda view: view[0])]

@@ -18,8 +18,7 @@ from meshrec.planner.evaluate import evaluate
 from meshrec.planner.hardware import HardwareProfile, Link
 from meshrec.planner.types import Floats, Topology
 
-# Figures to fit. Bandwidths are fitted as their inverse, seconds per byte, because durations are linear in
-# it.
+# Figures to fit. Durations are linear in seconds per byte, so bandwidths are fitted as their inverse.
 _SECONDS = (
     "read_row_seconds",
     "update_row_seconds",
