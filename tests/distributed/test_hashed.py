@@ -302,7 +302,7 @@ def test_a_fixed_table_is_loaded_into_a_hashed_one(ranks, tmp_path):
 
 
 def test_buckets_and_their_first_keys_agree():
-    for max_rows in (1, 2, 3, 7, 64, 1000, 2**31 - 1):
+    for max_rows in (1, 2, 3, 7, 64, 1000, 2**31 - 1, 2**31, 2**32 + 7, 2**40 + 11, 2**48 - 1):
         rows = torch.tensor(sorted({0, 1 % max_rows, max_rows // 2, max_rows - 1}))
         firsts = first_keys(rows, max_rows)
         assert firsts.tolist() == [key_at(int(row), max_rows) for row in rows]

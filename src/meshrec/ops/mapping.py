@@ -54,7 +54,6 @@ def map_file(descriptor: int, num_bytes: int) -> Mapping:
     # -1: the mapping has no guard.
     guard = ctypes.c_int(-1)
     # The kernel reports a failure as a null address.
-    ctypes.set_errno(0)
     address = _library.meshrec_map(descriptor, num_bytes, ctypes.byref(guard))
     if not address:
         raise OSError(f"{num_bytes:,} bytes of a file cannot be mapped into memory")

@@ -526,11 +526,14 @@ def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
 
     Args:
         keys: int64 [N].
-        max_rows: row limit of the table, which is also its number of key buckets; below 2^31.
+        max_rows: row limit of the table, which is also its number of key buckets; below 2^48.
     """
-    # A 96-bit product in two halves, because int64 would overflow.
+    # A 112-bit product, shifted by 64 bits. It is the sum of four products below 2^56, because int64 would
+    # overflow.
     upper, lower = (keys >> 32) + (1 << 31), keys & ((1 << 32) - 1)
-    return (upper * max_rows + ((lower * max_rows) >> 32)) >> 32
+    high, low = divmod(max_rows, 1 << 24)
+    product = (((lower * low) >> 24) + lower * high >> 8) + upper * low
+    return ((product >> 24) + upper * high) >> 8
 
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
@@ -538,9 +541,17 @@ def first_keys(rows: Tensor, max_rows: int) -> Tensor:
 
     Args:
         rows: bucket numbers, int64 [N].
-        max_rows: number of buckets, below 2^31.
+        max_rows: number of buckets, below 2^48.
     """
     # row * 2^64 / max_rows as row * whole + row * remainder / max_rows, because 2^64 does not fit int64.
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps
-    return rows * whole - (-(rows * remainder) // max_rows) + FIRST_KEY
+    # Long division of row * remainder, which may have 96 bits: the row's digits have so few bits that every
+    # term fits int64. Tables with fewer than 2^31 rows have a single digit.
+    bits = 62 - max_rows.bit_length()
+    quotients, rest = torch.zeros_like(rows), torch.zeros_like(rows)
+    for shift in reversed(range(0, max_rows.bit_length(), bits)):
+        rest = (rest << bits) + ((rows >> shift) & ((1 << bits) - 1)) * remainder
+        quotients = (quotients << bits) + rest // max_rows
+        rest = rest % max_rows
+    return rows * whole + quotients + (rest > 0) + FIRST_KEY
