@@ -143,7 +143,8 @@ def test_a_page_compares_the_binary_curves_runs(runs, tmp_path, capsys):
         folder = RunFolder(runs / name)
         for step in (10, 20):
             folder.append_metrics({"kind": "train", "step": step, "epoch": step / 10, "loss": 1 / step})
-            folder.append_metrics({"kind": "validation", "step": step, "epoch": step / 10, "auc": 0.7})
+            line = {"kind": "validation", "step": step, "epoch": step / 10, "seconds": step / 7, "auc": 0.7}
+            folder.append_metrics(line)
         folder.write_json(SUMMARY, (folder.read_json(SUMMARY) or {}) | {"curves": {"validation": curves}})
     out = tmp_path / "comparison.html"
     command = ["compare", "a", "b", "--runs", str(runs), "--out", str(out)]
@@ -152,8 +153,10 @@ def test_a_page_compares_the_binary_curves_runs(runs, tmp_path, capsys):
     page = drawn(f"file://{out}").split("<noscript>")[0]
     for text in ("0.7500 (+0.05) better", "recipe.lr", "loss, train", "AUC, validation", ">Gains<"):
         assert text in page, text
+    for text in ("b, step 20: 0.70000", "Curves over training time", "b, seconds 2.9: 0.70000"):
+        assert text in page, text
     # Two lines in each of the three charts, and in the four of ranking and calibration.
-    assert page.count("<path") == 2 * (2 + 4)
+    assert page.count("<path") == 2 * (3 + 4)
     with pytest.raises(ValueError, match="--force"):
         main(command)
     assert main([*command, "--force"]) == 0

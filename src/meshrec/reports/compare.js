@@ -4,8 +4,15 @@ for (const text of data.warnings) append(note(text, "failed"));
 for (const [title, head, rows] of data.tables) section(title, plainTable(head, rows));
 
 // One chart for each metric and part of the data, with a line for each run.
-const charts = data.curves.map(([title, kind, field]) => lineChart(title, runs.map(run => ({ label: run.name, color: run.color, dots: kind !== "train", points: points(run.metrics, kind, field) })).filter(line => line.points.length))).filter(Boolean);
-if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
+function charts(curves, over, unit) {
+  const linesOf = (kind, field) => runs.map(run => ({ label: run.name, color: run.color, dots: kind !== "train", points: points(run.metrics, kind, field, over) })).filter(line => line.points.length);
+  return curves.map(([title, kind, field]) => lineChart(title, linesOf(kind, field), { unit })).filter(Boolean);
+}
+const bySteps = charts(data.curves, "step", "step");
+if (bySteps.length) section("Curves", element("div", { class: "charts" }, ...bySteps));
+// Runs may need different times per step.
+const bySeconds = charts(data.curves.filter(([, kind]) => kind === "validation"), "seconds", "seconds");
+if (bySeconds.length) section("Curves over training time", element("div", { class: "charts" }, ...bySeconds));
 for (const kind of ["test", "validation"]) {
   const found = runs.filter(run => run.curves[kind] && run.curves[kind].roc.length).map(run => [run.name, run.color, run.curves[kind]]);
   if (found.length) section(`Ranking and calibration, ${kind} data`, ...curveCharts(found));

@@ -115,9 +115,10 @@ function ticks(low, high, most = 5) {
   for (let value = Math.ceil(low / step - 1e-9) * step + 0; value <= high + step * 1e-9; value += step) found.push(value);
   return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
 }
-// Curves over the steps of training: `lines` of [step, value] points, where a line with `dots` has a dot for each.
+// Curves over training: `lines` of [step, value] points, where a line with `dots` has a dot for each. In another
+// `unit`, points have seconds instead of steps.
 // `perEpoch` steps are an epoch, if known, and `bestStep` and `marks` of [step, text] are drawn as vertical lines.
-function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [] } = {}) {
+function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [], unit = "step" } = {}) {
   if (!lines.length) return null;
   const width = 520, height = 270, left = 56, right = 16, top = 14, bottom = 46, all = lines.flatMap(line => line.points);
   let x0 = 0, x1 = Math.max(...all.map(p => p[0])), y0 = Math.min(...all.map(p => p[1])), y1 = Math.max(...all.map(p => p[1]));
@@ -134,7 +135,7 @@ function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [] } = {}
     picture.append(element("line", { x1: x(epoch * perEpoch), x2: x(epoch * perEpoch), y1: height - bottom, y2: height - bottom + 5, stroke: "var(--dim)" }));
     below(epoch * perEpoch, `epoch ${epoch}`, 31);
   }
-  picture.append(element("text", { x: left - 8, y: height - bottom + 17, "text-anchor": "end" }, "step"));
+  picture.append(element("text", { x: left - 8, y: height - bottom + 17, "text-anchor": "end" }, unit));
   if (bestStep && bestStep <= x1) {
     const at = x(bestStep);
     picture.append(element("line", { x1: at, x2: at, y1: top, y2: height - bottom, stroke: "var(--good)", "stroke-dasharray": "4 4" }), element("text", { x: at + (at > width / 2 ? -5 : 5), y: top + 8, "text-anchor": at > width / 2 ? "end" : "start", style: "fill:var(--good)" }, "best step"));
@@ -143,7 +144,7 @@ function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [] } = {}
   for (const line of lines) {
     const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     if (!line.dotsOnly) picture.append(element("path", { d: path, fill: "none", stroke: line.color, "stroke-width": 2, "stroke-linejoin": "round" }));
-    if (line.dots || line.points.length === 1) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: line.dotsOnly ? 5 : 3.5, fill: line.color, stroke: "var(--back)", "stroke-width": 1.2 }, element("title", {}, `${line.label}, step ${p[0]}: ${p[1].toPrecision(5)}`)));
+    if (line.dots || line.points.length === 1) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: line.dotsOnly ? 5 : 3.5, fill: line.color, stroke: "var(--back)", "stroke-width": 1.2 }, element("title", {}, `${line.label}, ${unit} ${p[0]}: ${p[1].toPrecision(5)}`)));
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
@@ -160,8 +161,8 @@ function square(title, below, left, lines, dots, hasDiagonal = true) {
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
-// The points of a metric over the steps of a run, from its lines of one kind: train, validation or test.
-const points = (metrics, kind, field) => metrics.filter(m => m.kind === kind && m[field] !== undefined && m[field] !== null).map(m => [m.step, m[field]]);
+// The points of a metric over the steps of a run, or over its `seconds`, from its lines of one kind: train, validation or test.
+const points = (metrics, kind, field, over = "step") => metrics.filter(m => m.kind === kind && [m[field], m[over]].every(value => value !== undefined && value !== null)).map(m => [Math.round(10 * m[over]) / 10, m[field]]);
 const stepsPerEpoch = metrics => Math.max(0, ...metrics.filter(m => m.epoch > 0).map(m => m.step / m.epoch));
 // Ranking and calibration of [label, color, curves], where `curves` is what `meshrec.metrics.binary_curves` returns.
 function curveCharts(found) {
