@@ -170,7 +170,7 @@ def opened(file: File, version: str | None = None, *, buffered: bool = False) ->
 
 
 def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
-    """Return the files that a local path stands for. It may be a file, a folder or a glob pattern.
+    """Return the files that a local path stands for. The path may be a file, a folder or a glob pattern.
 
     In a folder, only the first entry of ``patterns`` that matches any file is used.
     """
@@ -198,8 +198,8 @@ def _files_in(folder: Path) -> list[Path]:
 def _expand_address(address: str, patterns: Sequence[str]) -> list[File]:
     """Return the addresses of the files that an address stands for.
 
-    It may name a file, a folder or a glob pattern, with signs in any part after the bucket. In a folder, only
-    the first entry of ``patterns`` that matches any file is used.
+    An address may name a file, a folder or a glob pattern, with wildcards in any part after the bucket. In a
+    folder, only the first entry of ``patterns`` that matches any file is used.
     """
     plain, question, options = address.partition("?")
     parts = plain.rstrip("/").split("/")

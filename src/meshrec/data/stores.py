@@ -1,8 +1,8 @@
 """Files in stores: reads with retries, and a check that a file stays the same.
 
 [Note: reading from a store]
-- An address is read by pyarrow, or by fsspec if pyarrow does not know its scheme. They differ in what they
-  retry and for how long, so every request goes through `Store.retried`.
+- An address is read by pyarrow, or by fsspec if pyarrow does not know its scheme. The two libraries differ in
+  what they retry and for how long, so every request goes through `Store.retried`.
 - A store cannot lock a file. `StoredFile.version` is the file's size and ETag, or modification time. Whoever
   opens a file again passes the version of the first time, and a file with another version is an error. A file
   may also change between two reads, so `StoredFile.check` asks for the version again at the end.
@@ -50,6 +50,7 @@ _PERMANENT = re.compile(
     r"|HTTP status (?:3|4(?!08|29))\d\d"
 )
 """In the message of an error which a retry does not help against."""
+# Messages after which wrong keys are the likely cause.
 _DENIED = re.compile(r"ACCESS_DENIED|INVALID_|SIGNATURE|UNRECOGNIZED_CLIENT|MISSING_AUTH|HTTP status 40[13]")
 _KEYS = (
     "Check the store's keys: for S3 they are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in "
@@ -61,7 +62,7 @@ _T = TypeVar("_T")
 
 
 class StoreError(DataError):
-    """A store cannot be reached or refuses access, or a file in it has changed."""
+    """Error if a store cannot be reached or refuses access, or if a file in the store has changed."""
 
 
 class Store:
@@ -77,14 +78,14 @@ class Store:
         self.retries = retries
 
     def retried(self, call: Callable[[], _T], address: str) -> _T:
-        """Return the result of a request, which is repeated with growing waits while it fails.
+        """Make a request, and return its result. A failed request is repeated after growing waits.
 
         Args:
             call: makes the request.
             address: address of the file, for messages.
 
         Raises:
-            StoreError: the request failed in a way that does not pass, or after all retries.
+            StoreError: the request failed for a reason that lasts, or all retries failed.
         """
         for retry in range(self.retries + 1):
             try:
@@ -151,7 +152,7 @@ class StoredFile(io.RawIOBase):
         """Check that the file has not changed since it was opened.
 
         Raises:
-            StoreError: it has changed, or cannot be reached.
+            StoreError: the file has changed, or the store cannot be reached.
         """
         file, version = self._store.retried(self._open, self._address)
         file.close()
@@ -159,7 +160,7 @@ class StoredFile(io.RawIOBase):
 
     @override
     def read(self, size: int | None = -1) -> bytes:
-        """Return the next ``size`` bytes, or all if negative. They are fewer only at the file's end."""
+        """Return the next ``size`` bytes, or fewer at the file's end. A negative size means all bytes."""
         remaining = max(self._size - self._position, 0)
         num = remaining if size is None or size < 0 else min(size, remaining)
         if num == 0:
@@ -262,6 +263,7 @@ _stores: dict[tuple[int, str, str], Store] = {}
 """Stores with open connections, by process, scheme with host, and options."""
 
 
+# Cached, because pyarrow asks S3 for the region of a bucket when it creates a file system.
 @functools.lru_cache(maxsize=1 << 12)
 def _store_of(address: str, pid: int) -> tuple[Store, str]:
     plain, retries, options = _split_options(address)
@@ -317,6 +319,7 @@ def _version(filesystem: Any, file: Any, path: str) -> str:
     size = f"{file.size():,} bytes"
     if isinstance(filesystem, pa_fs.PyFileSystem):
         inner = filesystem.handler.fs
+        # fsspec may keep listings, and would then report an old version.
         inner.invalidate_cache(path)
         info = inner.info(path)
         return f"{size}, {next((str(info[name]) for name in _CHANGE_FIELDS if info.get(name)), 'no date')}"
@@ -337,7 +340,7 @@ def _is_of_store(error: Exception) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether a request that failed with an error may succeed later."""
+    """Return whether a request that failed with this error may succeed later."""
     permanent = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
     if isinstance(error, permanent):  # pyarrow's ArrowInvalid is a ValueError
         return False

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class ChosenSettings(nn.Module):
-    """Base class for modules with a few settings that validation data selects, instead of training.
+    """Base class for modules with a few settings that are selected on validation data instead of trained.
 
     Checkpoints have the settings, as the buffer ``chosen``.
 
@@ -25,7 +25,7 @@ class ChosenSettings(nn.Module):
 
 
 class ValidatedSettings(ChosenSettings):
-    """Base class for modules whose settings every evaluation on validation data selects again.
+    """Base class for modules whose settings are selected again in every evaluation on validation data.
 
     The initial values must be candidates.
     """

@@ -9,9 +9,9 @@ from meshrec.models.settings import ChosenSettings
 
 
 class TrendScores(ChosenSettings):
-    """Term that is added to every item's score: its popularity trend, times a weight that was selected before
-    training.
+    """Term that is added to every item's score: the item's popularity trend, times a weight.
 
+    The weight was selected before training.
     See [Note: new items] in ``data/item_trends.py``.
 
     Args:

@@ -46,8 +46,8 @@ class RowSample(NamedTuple):
             table: n data rows.
             rows: row numbers in the whole data, int64 [n].
             limit: maximum sampled rows.
-            max_hash: leave out rows with a larger hash, because there are ``limit`` other rows with smaller
-                ones, see `max_sample_hash`. None: no row.
+            max_hash: largest row hash in the sample of the whole data, from `max_sample_hash`. Rows with
+                larger hashes are left out. None: unknown.
         """
         hashes = _row_hashes(rows)
         if max_hash is not None:
@@ -63,7 +63,7 @@ class RowSample(NamedTuple):
 
 
 def smallest_row_hashes(rows: Iterable[Ints]) -> UInt64s:
-    """Return the hashes of the rows that a sample of some rows has, ascending.
+    """Return the row hashes that a `RowSample` of these rows would have, ascending.
 
     Args:
         rows: row numbers in the whole data, in arrays.
@@ -72,7 +72,7 @@ def smallest_row_hashes(rows: Iterable[Ints]) -> UInt64s:
     for numbers in rows:
         hashes = _row_hashes(numbers)
         if len(smallest) == SAMPLE_ROWS:
-            # Few hashes remain to be sorted.
+            # Only few hashes are smaller, so little remains to be sorted.
             hashes = hashes[hashes < smallest[-1]]
         smallest = np.sort(np.concatenate([smallest, hashes]))[:SAMPLE_ROWS]
     return smallest
@@ -190,7 +190,7 @@ class Counts:
         return self.take(order)
 
     def _is_by_count(self) -> bool:
-        """Return whether the values have the order of `by_count`, as those that ranks have merged."""
+        """Return whether the values are in the order of `by_count` already, as after `merge_ranks`."""
         steps = np.diff(self.counts.to_numpy())
         if (steps > 0).any():
             return False
@@ -199,7 +199,7 @@ class Counts:
         return bool(((steps < 0) | ascend.to_numpy(zero_copy_only=False)).all())
 
     def take(self, indices: Any) -> "Counts":
-        """Return the counts at some positions, an Arrow array."""
+        """Return the counts at the positions in an Arrow array."""
         return Counts(self.values.take(indices), self.counts.take(indices))
 
     def with_values(self, values: Any) -> "Counts":
