@@ -12,6 +12,7 @@ BENCHES = {
     "tbe": "tbe",
     "nbit": "nbit",
     "dlrm_step": "dlrm_step",
+    "host": "host",
     "train_pipeline": "train_pipeline",
     "hashed_step": "hashed_step",
     "file_rows": "file_rows",

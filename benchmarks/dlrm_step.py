@@ -123,7 +123,7 @@ def _built(name: str, shape: Shape) -> Step:
     if name == MLPS:
         return _mlps(shape)
     if name.startswith(DENSE):
-        return _dense(shape, bf16=bf16)
+        return dense_step(shape, bf16=bf16)
     if name.startswith(TORCHREC):
         peer = TorchRecLoop(shape, env, pipelined=False, bf16=bf16)
         return lambda batch: peer.step(iter([torchrec_batch(batch)]))
@@ -144,7 +144,7 @@ class _DenseModel(nn.Module):
         return self.over_arch(self.inter_arch(self.dense_arch(dense), vectors))
 
 
-def _dense(shape: Shape, *, bf16: bool) -> Step:
+def dense_step(shape: Shape, *, bf16: bool) -> Step:
     """Build the dense part without a process group: no sharding can be faster than it."""
     model = _DenseModel(shape)
     vectors = torch.rand(shape.batch, shape.num_tables, shape.dim).requires_grad_()
