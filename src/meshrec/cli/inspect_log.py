@@ -191,7 +191,6 @@ def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, o
         parts: recipe parts that depend on the model.
         out: recipe file. Relative paths in a recipe start at its folder.
     """
-    # About 150 updates per epoch, within these bounds.
     # About 150 steps per epoch, with a power of two from 16 to 256 as batch size.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     # As many epochs as `_STEPS` steps need, but at least 4 and at most 100.

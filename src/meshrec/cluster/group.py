@@ -130,9 +130,8 @@ def host_link(ranks: Ranks, by_host: Sequence[Sequence[int]]) -> Iterator[Findin
     Yields:
         A single finding.
     """
-    # new_group is collective over all ranks, so every rank creates the groups for all hosts.
+    # new_group is collective over all ranks: every rank creates the groups of all hosts, in the same order.
     for on_host in by_host:
-        # All ranks must create the groups of all hosts, in the same order.
         group = dist.new_group(list(on_host), backend="gloo") if len(on_host) > 1 else None
         if ranks.rank not in on_host:
             continue

@@ -288,11 +288,11 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def drop_other_users(indices: Ints) -> Ints:
-        """Remove the indices that point behind the user's last interaction, at another user's interaction.
+        """Remove the indices of users without an interaction in a period.
 
         Args:
-            indices: index per user of the first interaction from a moment on, [num_users]. If the user has no
-                interaction then, it is the user's end in the log.
+            indices: index per user of the first interaction since the start of the period, [num_users]. For
+                a user without such an interaction, the user's end in the log, where the next user begins.
         """
         return indices[indices < log.stops]
 

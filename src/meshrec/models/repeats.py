@@ -62,7 +62,7 @@ class PrefixItems(NamedTuple):
 
 
 class RepeatedItems(NamedTuple):
-    """How the items in B histories are scored: N pairs of a sample and a history item.
+    """Terms for scoring the items in B histories: N pairs of a sample and a history item.
 
     Pair n has the score ``factor * similarity + additions_N[n]``, see [Note: repeated items].
 

@@ -23,7 +23,7 @@ class Awaitable(ABC, Generic[W]):
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Compute the value. Subclasses implement it."""
+        """Compute the value. Subclasses implement this method."""
 
     def wait(self) -> W:
         """Compute the value, apply the callbacks in order, and return the result."""
@@ -86,7 +86,7 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Compute the value. Subclasses implement it."""
+        """Compute the value. Subclasses implement this method."""
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:

@@ -160,7 +160,7 @@ def install(*, force: bool = False) -> tuple[str, ...]:
 class _BridgeInstaller:
     """Object that installs the bridge when it is unpickled.
 
-    A spawned process unpickles it before it imports the script.
+    A spawned process unpickles this object before it imports the script.
     """
 
     def __init__(self, packages: Sequence[str]) -> None:

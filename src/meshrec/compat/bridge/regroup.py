@@ -11,7 +11,7 @@ from meshrec.modules.embedding_configs import DataType
 class PermuteMultiEmbedding(nn.Module):
     """Regroups KeyedTensor values with FBGEMM's regroup arguments; see ``kt_regroup_arguments``.
 
-    Before ``init_tensors``, it returns the values unchanged.
+    Before ``init_tensors``, the module returns the values unchanged.
 
     Args:
         groups: keys per group.

@@ -28,7 +28,7 @@ class ShardingEnv(mesh.ShardingEnv):
     def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":  # type: ignore[override]
         """Return the environment of a single process without a process group.
 
-        For inference, it has ``world_size`` devices: GPUs if there are enough, else the CPU.
+        For inference, the environment has ``world_size`` devices: GPUs if there are enough, else the CPU.
 
         Raises:
             ValueError: ``rank`` is not 0, or ``world_size`` is below 1.

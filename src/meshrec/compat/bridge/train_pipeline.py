@@ -65,7 +65,7 @@ class TrainPipelineBase:
 class _Overlapping:
     """Common base of the pipelines that overlap a batch's compute with the communication of later batches.
 
-    It wraps MeshRec's pipeline in TorchRec's methods.
+    Such a pipeline wraps MeshRec's pipeline in TorchRec's methods.
     """
 
     def __init__(

@@ -53,9 +53,10 @@ class StateMerger:
         return _merged([state for level in reversed(self._levels) for state in level])
 
     def states(self) -> list[FitState]:
-        """Return states that `merge_ranks` can merge with less work than the state of all rows.
+        """Return states of all added rows, as the argument for `merge_ranks`.
 
-        If most values occur in a single state, merging would only copy them.
+        The states are merged first, unless most values occur in a single state. Merging would then only copy
+        the values.
         """
         states = [state for level in reversed(self._levels) for state in level]
         merged = _merged(states) if self._distinct_share < _MAX_DISTINCT_SHARE else None
@@ -138,7 +139,7 @@ def _common_sample(sample: RowSample, hashes: list[UInt64s]) -> RowSample:
 
 
 def _types(counts: Mapping[str, Counts]) -> dict[str, Counts]:
-    """Return counts of no values, with the same types."""
+    """Return counts without values, with the same value types."""
     no_counts = pa.array([], pa.int64())
     return {
         name: Counts(pa.array([], of_feature.values.type), no_counts) for name, of_feature in counts.items()
@@ -146,7 +147,7 @@ def _types(counts: Mapping[str, Counts]) -> dict[str, Counts]:
 
 
 def _converted(counts: Counts, types: Counts) -> Counts:
-    """Convert values to the type of other counts."""
+    """Convert the values in counts to the value type of ``types``."""
     return counts if counts.values.type == types.values.type else counts.merged(types)
 
 
@@ -157,7 +158,7 @@ def _concatenated(counts: list[Counts]) -> Counts:
 
 
 def _sampled(counts: Counts) -> Any:
-    """Return a few values, spread over all of them."""
+    """Return at most `_SAMPLED` values, at equal distances."""
     num = min(len(counts.values), _SAMPLED)
     return counts.values.take(pa.array(np.arange(num) * len(counts.values) // max(num, 1)))
 
@@ -207,7 +208,7 @@ def _shares(
 
 
 def _joined(counts: list[Counts]) -> Counts:
-    """Put counts together that are in the order of `Counts.by_count`, and have ascending ranges of values."""
+    """Join counts of ascending ranges of values, all in the order of `Counts.by_count`, into this order."""
     joined = _concatenated(counts)
     # Stable: among equally frequent values, those of earlier ranks are smaller.
     return joined.take(pa.array(np.argsort(-joined.counts.to_numpy(), kind="stable")))
