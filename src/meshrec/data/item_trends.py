@@ -4,8 +4,8 @@
 
 A next-item model learns from all training data alike, and so learns mean popularity. An item that is new has
 few interactions, all of them recent: its mean popularity is too low. That of an item out of fashion is too
-high. The score of item i therefore gets the additional term ``weight * trend_i``, where ``trend_i`` is the
-logarithm of the item's share in the recent interactions, divided by its share in all interactions. With a
+high. The score of item i therefore gets the additional term ``weight * trend_i``. Here ``trend_i`` is
+``log(recent / all)``, with the item's share in the recent interactions, and in all interactions. With a
 weight of 1, this is the correction of a softmax for class frequencies other than those in training: Saerens
 et al., "Adjusting the outputs of a classifier to new a priori probabilities" (2002).
 

@@ -215,9 +215,9 @@ class HistoryModel(nn.Module):
     def query_vectors(self, sparse_features: KeyedJaggedTensor, *, check: bool = True) -> Tensor:
         """Return the query that scores items as the next one, per history, [B, D].
 
-        For a dot product or cosine, an item's score is the dot product with its row in `item_vectors`,
-        divided by the temperature, plus the item's term from ``trends``, if any. If the model has
-        `NewUserScores`, an empty history has a query with zeros.
+        For a dot product or cosine, an item's score is the dot product of the query with the item's row in
+        `item_vectors`, divided by the temperature. The item's term from ``trends``, if any, is added. If the
+        model has `NewUserScores`, an empty history has a query with zeros.
 
         Args:
             sparse_features: IDs for all features; ``item`` may be empty.

@@ -146,7 +146,7 @@ def _step_seconds(times: Iterable[PhaseTime]) -> float:
     """Return the step time without the dense part: the median over steps of the mean over ranks.
 
     The mean is used because maxima would count waiting twice. A rank that is late in a phase makes other
-    ranks wait in the next phase, so the sum of the maxima would exceed the duration of any step.
+    ranks wait in the next phase. So the sum of the maxima would exceed the duration of any step.
     """
     sums: dict[int, dict[int, float]] = {}
     for time in times:

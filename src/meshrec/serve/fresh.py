@@ -69,8 +69,8 @@ class Deltas:
     Args:
         folder: folder in which a `DeltaPublisher` writes deltas.
         about: field ``about`` of the package manifest. ``run``, ``step`` and ``published`` tell which delta
-            is next. A package with only a part of the model also has ``trained_names``, a map from the
-            package's weight names to the names in training, and ``left_out``, the weights that it lacks.
+            is next. A package with only a part of the model has two more fields. ``trained_names`` maps the
+            package's weight names to the names in training. ``left_out`` lists the missing weights.
         weights: package weights by name; changed in place.
         until: number of the last delta to apply; None: all, including future ones.
         codes: how the package is quantized.

@@ -40,7 +40,7 @@ class CheckpointSaver:
         ranks: the ranks, from `join`.
         folder: run folder; None: nothing is stored.
         keep: whether to save checkpoints. Without checkpoints or a folder, every rank keeps a copy of its
-            best weights in memory, or in a scratch folder if the model has hashed tables or rows in files.
+            best weights in memory. Models with hashed tables or rows in files use a scratch folder instead.
         store: object store for checkpoints; None: they are saved in the run folder.
         tell: prints a line for the user; called on every rank.
 
