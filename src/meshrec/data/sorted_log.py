@@ -66,10 +66,10 @@ class LogSorter:
         return all(table.schema.field(TIME).type == pa.int32() for table in tables)
 
     @functools.cached_property
-    def is_known(self) -> Bools:
+    def is_in_vocabulary(self) -> Bools:
         """Whether an item is in the fitted vocabulary, by item number."""
-        is_known: Bools = self.item.lookup_values(self.numbered.values(ITEM)) >= 0
-        return is_known
+        is_in_vocabulary: Bools = self.item.lookup_values(self.numbered.values(ITEM)) >= 0
+        return is_in_vocabulary
 
     def build(self, folder: Path) -> dict[str, Any]:
         """Write the arrays of `SortedRows`, and the item sample if the log has item features.
@@ -130,10 +130,10 @@ class LogSorter:
         tables = []
         for part in range(len(self.numbered.parts.parts)):
             rows, _, items = self.numbered.frequent_rows(part)
-            known = np.flatnonzero(self.is_known[items])
-            distinct, first = np.unique(items[known], return_index=True)
+            listed = np.flatnonzero(self.is_in_vocabulary[items])
+            distinct, first = np.unique(items[listed], return_index=True)
             # Rows with an item that no earlier part has.
-            new = known[first[~is_seen[distinct]]]
+            new = listed[first[~is_seen[distinct]]]
             is_seen[distinct] = True
             features = self.numbered.item_features(rows.take(pa.array(new)))
             tables.append(features.append_column("", pa.array(self.ids[items[new]])))
@@ -180,7 +180,7 @@ class LogSorter:
             # Row numbers in a file may be int32, and row numbers in the log need not fit.
             rows_of_file = rows[ROW].to_numpy().astype(np.int64)
             records["row"] = rows_of_file + self.numbered.parts.parts[part].first_row
-            return records if self.is_known.all() else records[self.is_known[items]]
+            return records if self.is_in_vocabulary.all() else records[self.is_in_vocabulary[items]]
 
         def with_ties() -> Iterator[Any]:
             """Yield the records part by part. If simultaneous rows are shuffled, set the field "tie".
@@ -234,7 +234,7 @@ class LogSorter:
         """
         if self.numbered.log.columns.ties == "keep":
             return None
-        num_rows = int(self.numbered.counts(ITEM)[self.is_known].sum())
+        num_rows = int(self.numbered.counts(ITEM)[self.is_in_vocabulary].sum())
         kind = _integer_type((0, self.numbered.parts.num_rows))
         ties = np.lib.format.open_memmap(scratch / "ties.npy", "w+", kind, (num_rows,))
         ties[:] = np.arange(num_rows)

@@ -10,28 +10,21 @@ from torch import Tensor, nn
 class ChosenSettings(nn.Module):
     """Base class for modules with a few settings that are selected on validation data instead of trained.
 
-    Checkpoints have the settings, as the buffer ``chosen``.
+    Checkpoints have the settings, as the buffer ``chosen``. If a class has ``candidates``, every evaluation
+    on validation data selects the settings again.
 
     Args:
-        initial: Value per setting.
+        initial: Value per setting, one of its candidates if the class has any.
         device: Device for the settings.
     """
 
+    candidates: ClassVar[tuple[tuple[float, ...], ...]] = ()
+    """Values that `choose` tries, ascending, per setting. Float32 must be able to represent them exactly."""
     chosen: Tensor  # float32, a value per setting; `copy_settings` replaces them by those of another model
 
     def __init__(self, initial: tuple[float, ...], *, device: torch.device | None = None) -> None:
         super().__init__()
         self.register_buffer("chosen", torch.tensor(initial, device=device))
-
-
-class ValidatedSettings(ChosenSettings):
-    """Base class for modules whose settings are selected again in every evaluation on validation data.
-
-    The initial values must be candidates.
-    """
-
-    candidates: ClassVar[tuple[tuple[float, ...], ...]]
-    """Values that `choose` tries, ascending, per setting. Float32 must be able to represent them exactly."""
 
     def choose(self, quality: Callable[[], float]) -> None:
         """Select the best value for one setting after the other, and store the values in ``chosen``.
