@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.models.settings import ChosenSettings
+from meshrec.models.settings import SelectedSettings
 from meshrec.sparse import JaggedTensor
 
 # B samples, L items in the longest history, P prefixes per history, N (sample, item) pairs
@@ -79,7 +79,7 @@ class RepeatedItems(NamedTuple):
     factor: Tensor
 
 
-class RepeatScores(ChosenSettings):
+class RepeatScores(SelectedSettings):
     """Parameters of the scores for items that are in a user's history; see [Note: repeated items].
 
     Parameter ``weight`` has the trained values: ``g``, the factor for the similarity, and ``w`` divided by

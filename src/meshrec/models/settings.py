@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class ChosenSettings(nn.Module):
+class SelectedSettings(nn.Module):
     """Base class for modules with a few settings that are selected on validation data instead of trained.
 
     Checkpoints have the settings, as the buffer ``chosen``. If a class has ``candidates``, every evaluation
@@ -52,10 +52,10 @@ class ChosenSettings(nn.Module):
 
 
 def copy_settings(source: nn.Module, target: nn.Module) -> None:
-    """Copy all `ChosenSettings` to a model with the same architecture, which may rank other items."""
+    """Copy all `SelectedSettings` to a model with the same architecture, which may rank other items."""
     copies = dict(target.named_modules())
     for name, module in source.named_modules():
-        if isinstance(module, ChosenSettings):
+        if isinstance(module, SelectedSettings):
             copy = copies[name]
-            assert isinstance(copy, ChosenSettings)
+            assert isinstance(copy, SelectedSettings)
             copy.chosen.copy_(module.chosen)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from meshrec.models.settings import ChosenSettings
+from meshrec.models.settings import SelectedSettings
 
 # I catalogue items, N item IDs
 
 
-class TrendScores(ChosenSettings):
+class TrendScores(SelectedSettings):
     """Term that is added to every item's score: the item's popularity trend, times a weight.
 
     The weight was selected before training.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshrec.data import Dataset, Reader
 from meshrec.metrics import auc_interval, binary_curves, effective_sizes, score_histograms
 from meshrec.metrics.named import metric_title, quality
-from meshrec.models.settings import ChosenSettings
+from meshrec.models.settings import SelectedSettings
 from meshrec.train.evaluation import EVALUATION_BATCH, Scored, concat_weights, evaluation_batch_size, score
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
@@ -90,7 +90,7 @@ class WeightsEvaluator:
             return quality(metrics) or 0.0
 
         for module in self._model.modules():
-            if isinstance(module, ChosenSettings) and module.candidates:
+            if isinstance(module, SelectedSettings) and module.candidates:
                 # Tries several settings, each with a full evaluation.
                 module.choose(measured)
 
