@@ -19,8 +19,8 @@ tables/updates.py) protect only unsharded table updates;
 5. the first rank's "checkpoint" thread: waits for files and writes the manifest. A forked child on every
 rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
 6. workers and carriers for stages in a process (stages/threads.py): a worker runs a single stage;
-7. two threads per file-backed table (tables/cached/table.py): a reader, and a writer for evicted rows. They
-start no collectives, and no work on torch's threads;
+7. two threads per file-backed table (tables/cached/transfers.py): a reader, and a writer for evicted rows.
+They start no collectives, and no work on torch's threads;
 8. the "dense gradients" thread for a model on several hosts (comms/peer_average.py): waits for point-to-point
 dense gradient messages, adds them, and sends the means under separate tags.
 

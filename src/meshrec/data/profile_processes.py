@@ -119,18 +119,18 @@ def _start(shared: _Shared) -> None:
 def _profile_share(share: _Share) -> Profiler:
     """Compute the statistics of a share in a process of the pool."""
     assert _shared is not None
-    shared, num_told = _shared, 0
+    shared, num_reported = _shared, 0
 
-    def told(num_rows: int) -> None:
-        nonlocal num_told
+    def report(num_rows: int) -> None:
+        nonlocal num_reported
         with shared.num_rows.get_lock():
-            shared.num_rows.value += num_rows - num_told
-        num_told = num_rows
+            shared.num_rows.value += num_rows - num_reported
+        num_reported = num_rows
         if shared.stop.value:
             # Not seen by the user: the command ends with the error that has set ``stop``.
             raise InterruptedError("another process has failed")
 
-    return _profiler_of(share, told)
+    return _profiler_of(share, report)
 
 
 def _profiler_of(share: _Share, tell: Callable[[int], None]) -> Profiler:
