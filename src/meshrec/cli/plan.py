@@ -180,6 +180,7 @@ def _check_values(options: PlanOptions) -> None:
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must not be negative.")
     if options.wire is not None and options.wire != AUTO:
+        # Parsed only for the errors, which should come before the search.
         TableWires.parse(options.wire)
     if (options.wire_auc_loss, options.wire_error) != (None, None):
         if options.wire != AUTO:

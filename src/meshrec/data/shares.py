@@ -43,6 +43,7 @@ def row_ranges(block_sizes: Ints, first: int = 0, last: int | None = None) -> li
     for block, (end, size) in enumerate(zip(ends, block_sizes.tolist(), strict=True)):
         block_start = end - size
         start, stop = max(first, block_start), min(last, end)
+        # For all rows, empty blocks are included, so that every block has a range.
         if start < stop or (first, last) == (0, num_rows):
             ranges.append(RowRange(block, start - block_start, stop - block_start, start))
     return ranges

@@ -142,7 +142,9 @@ class StoredFile(io.RawIOBase):
         super().__init__()
         self._address = address
         self._store, self._path = store_of(address)
+        # Offset of the next read.
         self._position = 0
+        # The file is replaced when a failed read is repeated. The version stays that of the first time.
         self._file, self.version = self._store.retried(self._open, address)
         """``version`` identifies the content; see [Note: reading from a store]."""
         self._size = int(self._store.retried(self._file.size, address))
