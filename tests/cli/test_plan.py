@@ -1,11 +1,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from meshrec.cli.plan import PlanOptions, run
+from meshrec.cli.inspect import main as inspect
+from meshrec.cli.plan import PlanOptions, main, run
+from meshrec.cli.train import main as train
 from meshrec.planner import get_profile, load_plan
 from meshrec.planner.measured import PhaseTime, write_phases
+from tests.train.shop import write_shop
 
 FAST = {"max_work": 1e5, "ranks": 2, "hardware": "cpu"}
 
@@ -205,3 +211,82 @@ def test_rows_across_nodes_and_packed_ids_are_priced(tmp_path, capsys):
             run(PlanOptions(source=path, **{option: value}))
     with pytest.raises(ValueError, match=r"across_nodes.*'rows'"):
         run(PlanOptions(**options, packed_ids=True))
+
+
+def test_memory_and_time_are_predicted_from_counts(capsys):
+    assert main(["--data", "rows=1e9", "users=2e7", "items=2e6", "--ranks", "4"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1,000,000,000" in printed
+    assert "extrapolated 5.0x" in printed
+    assert "samples_per_second=N" in printed
+    words = ["rows=1000", "values=50", "text_values=9", "width=8", "samples_per_second=10"]
+    assert main(["--data", *words, "--memory-gib", "0.1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["size"]["table_rows"] == 59
+    assert report["total"]["training"] == pytest.approx(100, abs=0.1)
+    assert main(["--data", *words, "--memory-gib", "0.1"]) == 0
+    assert "exceed the 0.1 GB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_memory_and_time_are_predicted_for_a_recipe_and_a_run(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(0, 40, 600), rng.integers(0, 30, 600)
+    pq.write_table(pa.table({"user": users, "item": items, "time": np.arange(600)}), tmp_path / "log.parquet")
+    (tmp_path / "recipe.py").write_text(
+        "from meshrec.optim import Adam\n"
+        "from meshrec.train import HSTUConfig, Log, NextItem, Recipe, Training\n"
+        "def recipe():\n"
+        "    return Recipe(\n"
+        "        name='next', data=Log(log=('log.parquet',), history=10),\n"
+        "        model=HSTUConfig(embedding_dim=8), loss=NextItem(),\n"
+        "        tables=Adam(lr=1e-3), training=Training(batch_size=8, epochs=2),\n"
+        "    )\n"
+    )
+    recipe = f"{tmp_path / 'recipe.py'}:recipe"
+    assert main([recipe, "--data", "recipe", "--json"]) == 0
+    size = json.loads(capsys.readouterr().out)["size"]
+    assert (size["rows"], size["users"], size["items"]) == (600, len(set(users)), len(set(items)))
+    assert (size["epochs"], size["in_histories"], size["row_bytes"]) == (2, False, 96)
+    assert size["samples_per_second"] is None
+    assert train([recipe, "--runs", str(tmp_path), "--name", "part", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([str(tmp_path / "part"), "--data", "rows=60000", "items=300", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["size"]["samples"] == 100 * size["samples"]
+    assert report["size"]["table_rows"] == round(size["table_rows"] * 300 / size["items"])
+    assert report["size"]["samples_per_second"] > 0
+    assert report["total"]["training"] > 0
+    with pytest.raises(ValueError, match=r"values=3.*log"):
+        main([recipe, "--data", "values=3"])
+
+
+def test_values_of_a_table_are_counted(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    write_shop(tmp_path / "data", 300)
+    out = tmp_path / "r.py"
+    assert inspect([str(tmp_path / "data"), "--label", "clicked", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main([f"{out}:recipe", "--data", "recipe", "--json"]) == 0
+    size = json.loads(capsys.readouterr().out)["size"]
+    assert size["rows"] == pq.read_table(tmp_path / "data").num_rows
+    assert size["values"] + size["text_values"] > 0
+    assert size["users"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["users=5", "items=3"], "rows=COUNT"),
+        (["rows=5", "users=3"], "items=COUNT"),
+        (["rows=5", "users=3", "items=3", "values=2"], "values"),
+        (["rows=0"], "rows=0.*'0'"),
+        (["rows=1.5"], "rows=1.5"),
+        (["rows=many"], "'many'"),
+        (["rows=1", "rows=2"], "twice"),
+        (["row=5"], "row=5.*Did you mean rows"),
+        (["rows=5", "--out", "x.json"], "--data.*--out"),
+    ],
+)
+def test_mistakes_in_counts_are_named(words, message):
+    with pytest.raises(ValueError, match=message):
+        main(["--data", *words])

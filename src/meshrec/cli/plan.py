@@ -11,7 +11,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
-from meshrec.cli.arguments import check_output, parse
+from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.plan_data import print_data_plan
 from meshrec.comms.wire import AcrossNodes, TableWires
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
@@ -37,6 +38,8 @@ _NEW_PLAN_OPTIONS = (
     *("across_nodes", "packed_ids"),
 )
 """Options for new plans only. A saved plan already contains their values."""
+_DATA_OPTIONS = ("data", "source", "ranks", "memory_gib", "json")
+"""Options that may be combined with --data."""
 # Default search limit for task files; see `PlanOptions.max_work`.
 _MAX_WORK = 1e9
 
@@ -52,7 +55,7 @@ class PlanOptions:
     source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
     """Recipe or task file to plan; or saved plan, run name or run folder, to explain the plan."""
     ranks: int | None = None
-    """Number of ranks; none: 8."""
+    """Number of ranks; none: 8, or 1 with --data."""
     ranks_per_node: int | None = None
     """Ranks per node; none: 8 on GPUs; all ranks on CPUs and for recipes."""
     hardware: str | None = None
@@ -99,6 +102,11 @@ class PlanOptions:
     """Two saved plans or runs: show which shards move from the old to the new plan."""
     layouts: bool = False
     """For a recipe: measure the dense part on this machine, and compare replication, sharding and staging."""
+    data: Words = ()
+    """Predict memory, disk and time for data of a size: rows=1e9 users=2e7 items=2e6 for a log, or rows=1e9
+    values=1e7 text_values=1e6 for a table, also table_rows, width, samples, epochs, evaluated_users and
+    samples_per_second (of one rank). SOURCE, a recipe or run, gives all other counts; recipe: all of them.
+    """
     compare: Path | None = None
     """Run name, run folder or phases.jsonl: compare measured times with the times predicted by SOURCE, or by
     the run's plan.
@@ -123,6 +131,15 @@ def run(options: PlanOptions) -> None:
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
     _check_values(options)
+    if options.data:
+        print_data_plan(
+            options.data,
+            options.source,
+            ranks=options.ranks or 1,
+            memory_gib=options.memory_gib,
+            as_text=not options.json,
+        )
+        return
     if options.layouts:
         _print_layouts(_find_source(options), options)
         return
@@ -152,6 +169,13 @@ def run(options: PlanOptions) -> None:
 def _check_combinations(options: PlanOptions) -> None:
     """Raise ValueError if options are combined although the command would ignore some of them."""
     given = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    if "data" in given:
+        if ignored := [name for name in given if name not in _DATA_OPTIONS]:
+            raise ValueError(
+                f"--data cannot be combined with --{ignored[0].replace('_', '-')}: it plans no tables. Leave "
+                "one of them out."
+            )
+        return
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
         return
