@@ -108,16 +108,7 @@ def next_items(
     check_history(history)
     if evaluated_users is not None and evaluated_users < 1:
         raise ValueError(f"evaluated_users must be >= 1, or None for all users, got {evaluated_users}.")
-    arrays = log.derived(
-        {
-            "version": _PASSES_VERSION,
-            "held_out": held_out,
-            "validation": validation,
-            "test": test,
-            "windows": windows,
-        },
-        lambda: _passes(log, held_out, validation, test, windows=windows),
-    )
+    arrays = _stored_passes(log, held_out, validation, test, windows=windows)
     split = _Split(*(arrays[name] for name in _Split._fields))
     held_out_parts = {"validation": split.validation, "test": split.test}
     evaluated = {
@@ -174,6 +165,22 @@ def next_items(
         new_user_scores=torch.tensor(arrays["new_user_scores"]) if windows else None,
         item_trends=torch.tensor(arrays["item_trends"]),
         trend_weight=float(arrays["trend_weight"][0]),
+    )
+
+
+def _stored_passes(
+    log: Interactions, held_out: HeldOut, validation: float, test: float, *, windows: bool
+) -> Arrays:
+    """Return the arrays of `_passes`, which a log on disk computes once; see `next_items`."""
+    return log.derived(
+        {
+            "version": _PASSES_VERSION,
+            "held_out": held_out,
+            "validation": validation,
+            "test": test,
+            "windows": windows,
+        },
+        lambda: _passes(log, held_out, validation, test, windows=windows),
     )
 
 
