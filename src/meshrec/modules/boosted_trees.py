@@ -120,14 +120,19 @@ class BoostedTrees(nn.Module):
         Args:
             inputs: Input columns, [B, X].
         """
-        # Index of every tree's first inner node, [T], and the position of every sample in the current level.
-        splits = self.roots * ((1 << self.num_levels) - 1)
-        position = torch.zeros(inputs.shape[0], self.num_trees, dtype=torch.int64, device=inputs.device)
+        shape, depth = (inputs.shape[0], self.num_trees), self.num_levels
+        # Index of every tree's root among all inner nodes, [T].
+        roots = self.roots * ((1 << depth) - 1)
+        # The position of every sample in the current level of every tree, [B, T]. All samples compare the
+        # same columns at the roots. index_select takes a third of the time of an index of two dimensions.
+        columns = inputs.index_select(1, self.inputs.index_select(0, roots))
+        position = (columns > self.thresholds.index_select(0, roots)).long()
         # Samples in shallow trees continue left below a leaf, so that all trees take L steps without
         # branches.
-        for level in range(self.num_levels):
-            nodes = position + (splits + ((1 << level) - 1))
-            goes_right = inputs.gather(1, self.inputs[nodes]) > self.thresholds[nodes]
-            position = 2 * position + goes_right
+        for level in range(1, depth):
+            nodes = (position + (roots + ((1 << level) - 1))).view(-1)
+            columns = inputs.gather(1, self.inputs.index_select(0, nodes).view(shape))
+            position = 2 * position + (columns > self.thresholds.index_select(0, nodes).view(shape))
         # In the last level, the position is the index of the leaf.
-        return self.values[position + (self.roots << self.num_levels)].sum(1)
+        leaves = (position + (self.roots << depth)).view(-1)
+        return self.values.index_select(0, leaves).view(shape).sum(1)
