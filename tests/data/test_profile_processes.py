@@ -107,6 +107,18 @@ def test_profile_does_not_depend_on_the_number_of_processes(rows, tmp_path):
         assert_equal([profiles[0], profile([table], "y")])
 
 
+def test_sample_of_many_rows_does_not_depend_on_the_number_of_processes(tmp_path):
+    table = pa.table({"y": np.arange(150_000) % 2, "row": np.arange(150_000)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20_000)
+    tables = ParquetTables.open([tmp_path / "a.parquet"], table_rows=30_000)
+    assert_equal(
+        [
+            profile([table], "y"),
+            *(profile_parquet(tables, "y", nproc=nproc, convert=same) for nproc in (1, 2)),
+        ]
+    )
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_an_error_of_one_process_ends_all_of_them(nproc, tmp_path):
     pq.write_table(random_table(np.random.default_rng(2), 4000), tmp_path / "a.parquet", row_group_size=50)

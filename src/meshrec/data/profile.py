@@ -322,10 +322,11 @@ class Profiler:
     Args:
         schema: Arrow schema of the table's first rows; later rows may have other types.
         label: label column; None: no label.
+        max_hash: as for `RowSample.of`.
     """
 
-    def __init__(self, schema: pa.Schema, label: str | None) -> None:
-        self._label = label
+    def __init__(self, schema: pa.Schema, label: str | None, max_hash: np.uint64 | None = None) -> None:
+        self._label, self._max_hash = label, max_hash
         self._sketches = {field.name: _Sketch(field.name, field.type) for field in schema}
         self._sample: RowSample | None = None
         # Exact counts of the label values, until a label is a list, or there are too many values.
@@ -344,7 +345,7 @@ class Profiler:
             sketch.add(whole(table[name]))
         # Row numbers in the whole table, so the sample does not depend on how it is divided.
         rows = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
-        self._add_sample(RowSample.of(table, rows))
+        self._add_sample(RowSample.of(table, rows, max_hash=self._max_hash))
         if self._has_counts:
             labels = whole(table[self._label])
             self._add_labels(None if _is_nested(labels.type) else Counts.of(decoded(labels)))

@@ -1,6 +1,7 @@
 """Profile of Parquet files, computed by several processes on this machine."""
 
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -8,15 +9,20 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import torch
 
 from meshrec.comms.fork_server import start_fork_server
+from meshrec.data.features.sketches import max_sample_hash, smallest_row_hashes
 from meshrec.data.parquet_tables import ParquetTables
 from meshrec.data.profile import Profile, Profiler
 
 # As in meshrec.train.rank_processes: only on Linux are forks of a process with torch safe.
 _CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 _SECONDS_BETWEEN_REPORTS = 0.2
+_HASHED_ROWS = 1 << 20
+"""Rows whose hashes are computed at a time."""
 
 
 class _Shared(NamedTuple):
@@ -35,6 +41,8 @@ class _Share(NamedTuple):
     runs: range
     label: str | None
     convert: Callable[[pa.Table], pa.Table]
+    max_hash: np.uint64 | None
+    """As for `RowSample.of`."""
 
 
 # Set by `_start` in the processes of the pool, for `_profile_share`.
@@ -63,7 +71,11 @@ def profile_parquet(
         ValueError: the files have no rows.
         RuntimeError: a process died.
     """
-    shares = [_Share(tables, runs, label, convert) for runs in tables.shares(nproc)]
+    # Known before rows are read, so processes copy only rows that stay in the sample.
+    starts = range(0, tables.num_rows, _HASHED_ROWS)
+    numbers = (np.arange(start, min(start + _HASHED_ROWS, tables.num_rows)) for start in starts)
+    max_hash = max_sample_hash([smallest_row_hashes(numbers)])
+    shares = [_Share(tables, runs, label, convert, max_hash) for runs in tables.shares(nproc)]
     if len(shares) > 1:
         profilers = _on_processes(shares, tables.num_rows, tell)
     else:
@@ -88,7 +100,9 @@ def _on_processes(shares: list[_Share], num_rows: int, tell: Callable[[float], N
     if _CONTEXT.get_start_method() == "forkserver":
         start_fork_server(["meshrec.data.profile_processes"])
     shared = _Shared(_CONTEXT.Value("q", 0), _CONTEXT.Value("b", 0))
-    with ProcessPoolExecutor(len(shares), _CONTEXT, initializer=_start, initargs=(shared,)) as pool:
+    # Threads of several processes would wait for each other's processors.
+    threads = max(len(os.sched_getaffinity(0)) // len(shares), 1)
+    with ProcessPoolExecutor(len(shares), _CONTEXT, initializer=_start, initargs=(shared, threads)) as pool:
         try:
             futures = [pool.submit(_profile_share, share) for share in shares]
             # Wakes up to report the progress, and at once if a share fails.
@@ -108,10 +122,17 @@ def _on_processes(shares: list[_Share], num_rows: int, tell: Callable[[float], N
     return profilers
 
 
-def _start(shared: _Shared) -> None:
-    """Start a process of the pool."""
+def _start(shared: _Shared, threads: int) -> None:
+    """Start a process of the pool.
+
+    Args:
+        shared: values that all processes share.
+        threads: number of threads per process.
+    """
     global _shared
     _shared = shared
+    torch.set_num_threads(threads)
+    pa.set_cpu_count(threads)
     # Ctrl-C reaches all processes of a command; the first one stops the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -140,7 +161,7 @@ def _profiler_of(share: _Share, tell: Callable[[int], None]) -> Profiler:
         share: the rows.
         tell: called with the number of rows read, after every table.
     """
-    profiler, num_rows = Profiler(share.tables.schema, share.label), 0
+    profiler, num_rows = Profiler(share.tables.schema, share.label, share.max_hash), 0
     for first_row, table in share.tables.tables(share.runs):
         profiler.add(share.convert(table), first_row)
         num_rows += table.num_rows
