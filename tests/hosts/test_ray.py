@@ -5,6 +5,7 @@ workers.
 import json
 import os
 import secrets
+import subprocess
 import sys
 import time
 from tempfile import TemporaryDirectory
@@ -14,11 +15,13 @@ import pytest
 from tests.hosts.namespaces import STEPS_A_LIFE, hosts, kills, makes_hosts, needs_hosts, num_kills, until
 from tests.hosts.runs import ENVIRONMENT, RECIPE, alone, bits, metrics
 from tests.hosts.test_elastic import starts, step_of
+from tests.train.shop import write_shop
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [needs_hosts, makes_hosts]
 NUM_KILLS = num_kills(6)
 OPTIONS = ["--training.checkpoint-every", "10", "--training.phases-every", "0"]
+SHOP = "tests/train/shop.py:recipe"
 RAY = f"{os.path.dirname(sys.executable)}/ray"
 ON_RAY_DATA = """
 import sys
@@ -138,3 +141,15 @@ def test_rows_of_ray_data_train(tmp_path):
     assert "reported 20" in cluster.printed()
     summary = json.loads((tmp_path / "runs" / "rows" / "summary.json").read_text())
     assert (summary["state"], summary["ranks"], summary["samples"]) == ("finished", 2, 800)
+
+
+def test_features_are_fitted_in_tasks_of_a_cluster(tmp_path):
+    write_shop(tmp_path)
+    words = [sys.executable, "-m", "meshrec", "fit", SHOP, "--data.train", tmp_path, "--out"]
+    with TemporaryDirectory() as short, hosts(2, tmp_path) as (*nodes, switch):
+        cluster = RayCluster(nodes, switch, tmp_path, short)
+        fit = cluster.popen(switch, [*words, tmp_path / "ray", "--on", "ray"])
+        assert fit.wait(timeout=240) == 0, cluster.printed()
+    subprocess.run([*words, tmp_path / "here"], check=True)
+    for name in ("features.json", "features.arrow"):
+        assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()

@@ -10,7 +10,7 @@ from meshrec.train.ray import trainer
 
 # Job fields that are passed on to the workers. The others have separate arguments, or do not apply to Ray.
 _FIELDS = ("source", "name", "resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep")
-# The name says Windows and macOS, but Ray reads the variable on every system; see `_connect`.
+# The name says Windows and macOS, but Ray reads the variable on every system; see `connect`.
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -36,8 +36,7 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
     # Check here, because errors in workers are harder to read.
     for number in {least, num_workers}:
         job.recipe.check(number)
-    module = None if job.source is None else job.source.rpartition(":")[0]
-    _connect(with_current_folder=bool(module) and not str(module).endswith(".py"))
+    connect(job.source)
     train = needs("ray.train", "ray")
     scaling = train.ScalingConfig(
         num_workers=num_workers if least == num_workers else (least, num_workers),
@@ -60,15 +59,17 @@ def train_on_ray(job: Job, num_workers: int, min_workers: int | None, max_failur
     return 0
 
 
-def _connect(*, with_current_folder: bool) -> None:
+def connect(source: str | None) -> None:
     """Connect to the Ray cluster at RAY_ADDRESS, or start a cluster which only this machine can reach.
 
     Ray puts the current folder first in the workers' ``sys.path``, so a stray ``torch.py`` there would be
     imported. This is prevented, unless the user has named a recipe module, which may be in this folder.
 
     Args:
-        with_current_folder: whether workers can import modules from the current folder.
+        source: recipe name as the user has given it; None: the recipe is not from a module.
     """
+    module = "" if source is None else source.rpartition(":")[0]
+    with_current_folder = bool(module) and not module.endswith(".py")
     is_local = "RAY_ADDRESS" not in os.environ
     if is_local:
         # Ray reads this variable on import. With 0, as on macOS, nodes use the loopback address.

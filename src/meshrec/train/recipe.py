@@ -6,7 +6,7 @@ options.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshrec.data.encoding import Encoding
     from meshrec.data.faults import Faults
     from meshrec.data.features import Features
+    from meshrec.data.features.fitting import Engine
     from meshrec.data.streaming import Source
     from meshrec.train.ranks import Ranks
 
@@ -141,7 +142,9 @@ class FileParts:
     def all_rows(self) -> Any:
         """Return a source whose training files include this source's validation and test files."""
         files = (*self.train, *(self.validation or ()), *(self.test or ()))
-        return replace(self, train=files, validation=None, test=None, split_by=None)  # type: ignore[call-arg]
+        # Features must be fitted again: on more rows.
+        fitted: dict[str, Any] = {"fitted": None} if isinstance(self, TableSource) else {}
+        return replace(self, train=files, validation=None, test=None, split_by=None, **fitted)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,8 @@ class TableSource(ABC):
     """Number of rows in the shuffle buffer."""
     seed: int = 0
     """Seed for shuffle and split."""
+    fitted: Path | None = None
+    """Folder with features that `meshrec fit` has fitted. If not set, the run fits them."""
 
     def parts(self) -> tuple[Any, Any, Any]:
         """Return the training, validation and test data, as paths or tables.
@@ -180,13 +185,37 @@ class TableSource(ABC):
         train, validation, test = (getattr(self, name) for name in ("train", "validation", "test"))
         return train, validation, test
 
-    def fit(self) -> "Features":
-        """Fit the features on the training rows, in a single pass over the data."""
+    def fit(self, engine: "Engine" = map) -> "Features":
+        """Fit the features on the training rows, in a single pass over the data.
+
+        If there are fitted features, read them instead.
+
+        Args:
+            engine: as for `meshrec.data.features.fitting.fit_features`.
+        """
+        from meshrec.data.features.fit_folder import read_fit
         from meshrec.data.features.fitting import fit_features
 
-        train = self.parts()[0]
+        if self.fitted is not None:
+            return read_fit(self.fitted, self.fit_options())
         features: Features = self.features
-        return fit_features(features, self._open, train, split=self._split(), on_error=self.on_error)
+        return fit_features(
+            features,
+            self._open,
+            self.parts()[0],
+            split=self._split(),
+            on_error=self.on_error,
+            engine=engine,
+        )
+
+    def fit_options(self) -> dict[str, Any]:
+        """Return the options on which fitted features depend, except for the files, as JSON types."""
+        split = self._split()
+        return {
+            "features": self.features.to_json(),
+            "split": None if split is None else asdict(split),
+            "on_error": self.on_error,
+        }
 
     def fit_on_ranks(self, axis: "Axis", tell: Callable[[float], None]) -> "Features | None":
         """Fit the features on all ranks together; see `RankFittedSource`.
@@ -195,8 +224,12 @@ class TableSource(ABC):
             axis: the ranks.
             tell: called with the finished share of this rank's work, from 0 to 1.
         """
+        from meshrec.comms.agreement import together
         from meshrec.data.features.fitting import fit_on_ranks
 
+        if self.fitted is not None:
+            with together(axis, "reading fitted features"):
+                return self.fit() if axis.rank == 0 else None
         train = self.parts()[0]
         features: Features = self.features
         return fit_on_ranks(

@@ -128,7 +128,7 @@ class Frame(TableSource, DataSource):
         train = self.train
         if len(parts) > 1:
             train = pa.concat_tables(map(to_table, parts), promote_options="permissive")
-        return replace(self, train=train, validation=None, test=None, split_by=None)
+        return replace(self, train=train, validation=None, test=None, split_by=None, fitted=None)
 
 
 @dataclass(frozen=True, kw_only=True)
