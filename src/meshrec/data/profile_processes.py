@@ -38,6 +38,8 @@ class _Share(NamedTuple):
     """Rows that a process reads."""
 
     tables: ParquetTables
+    schema: pa.Schema
+    """Schema of the converted tables."""
     runs: range
     label: str | None
     convert: Callable[[pa.Table], pa.Table]
@@ -63,7 +65,8 @@ def profile_parquet(
         tables: the rows.
         label: label column; None: no label.
         nproc: number of processes, each of which reads consecutive row groups.
-        convert: function applied to every table. Other processes must be able to import it.
+        convert: function applied to every table, and to a table without rows. Other processes must be able
+            to import it.
         tell: called with the finished share of the rows, from 0 to 1.
 
     Raises:
@@ -71,11 +74,12 @@ def profile_parquet(
         ValueError: the files have no rows.
         RuntimeError: a process died.
     """
+    schema = convert(tables.schema.empty_table()).schema
     # Known before rows are read, so processes copy only rows that stay in the sample.
     starts = range(0, tables.num_rows, _HASHED_ROWS)
     numbers = (np.arange(start, min(start + _HASHED_ROWS, tables.num_rows)) for start in starts)
     max_hash = max_sample_hash([smallest_row_hashes(numbers)])
-    shares = [_Share(tables, runs, label, convert, max_hash) for runs in tables.shares(nproc)]
+    shares = [_Share(tables, schema, runs, label, convert, max_hash) for runs in tables.shares(nproc)]
     if len(shares) > 1:
         profilers = _on_processes(shares, tables.num_rows, tell)
     else:
@@ -83,7 +87,7 @@ def profile_parquet(
         profilers = [
             _profiler_of(share, lambda num_rows: tell(num_rows / tables.num_rows)) for share in shares
         ]
-    first = profilers[0] if profilers else Profiler(tables.schema, label)
+    first = profilers[0] if profilers else Profiler(schema, label)
     for later in profilers[1:]:
         first.append(later)
     return first.profile()
@@ -161,7 +165,7 @@ def _profiler_of(share: _Share, tell: Callable[[int], None]) -> Profiler:
         share: the rows.
         tell: called with the number of rows read, after every table.
     """
-    profiler, num_rows = Profiler(share.tables.schema, share.label, share.max_hash), 0
+    profiler, num_rows = Profiler(share.schema, share.label, share.max_hash), 0
     for first_row, table in share.tables.tables(share.runs):
         profiler.add(share.convert(table), first_row)
         num_rows += table.num_rows
