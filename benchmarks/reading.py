@@ -2,9 +2,13 @@
 
 The columns are shaped like the MovieLens ratings of `make demo`, and IDs come from fitted vocabularies. The
 batches are verified first. The demo itself, trained by two ranks, shows how many samples a model consumes.
+Two ranks also fit the features, beside one.
 """
 
+import functools
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -19,9 +23,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.harness import Bar, Effort, Result, measure, table, threads
+from benchmarks.harness import Bar, Effort, Result, Timing, measure, table, threads
 from meshrec.data import Dataset, parquet
 from meshrec.data.features import Features, Label, Number, Vocabulary
+from meshrec.data.features.fitting import fit_on_ranks
+from meshrec.data.parquet import open_parquet
+from meshrec.testing import RankPool
+from meshrec.train import join
 
 SCAN, DEMO = "pyarrow's scan", "the demo, 2 ranks"
 _BATCH = 1024
@@ -36,16 +44,48 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         dataset = parquet(train=path, schema=schema)
         verify(dataset, pq.read_table(path))
         contenders = {"meshrec": lambda: read(dataset), **scans(str(path), schema.columns())}
-        times = measure(contenders, Effort(rounds=effort.rounds, calls=1, warm_ups=1))
+        once = Effort(rounds=effort.rounds, calls=1, warm_ups=1)
+        times = measure(contenders, once)
+        fits = fitting_times(path, once)
     rates = {name: 1e3 * num_rows / timing.min for name, timing in times.items()}
     if not tiny:
         rates[DEMO] = demo_rate()
     rows = [[name, f"{rate:,.0f}", f"{rate / rates[SCAN]:.2f}x"] for name, rate in rates.items()]
     print(table(["one core", "rows/s", ""], rows))
+    rows = [
+        [str(ranks), f"{time.min / 1e3:.2f}", f"{fits[1].min / time.min:.2f}x"]
+        for ranks, time in fits.items()
+    ]
+    print(table(["ranks", "fitting, s", ""], rows))
     bars = [Bar(name="reading over pyarrow's scan", figure=rates["meshrec"] / rates[SCAN], asked=0.7)]
     if not tiny:
-        bars.append(Bar(name="reading over the demo", figure=rates["meshrec"] / rates[DEMO], asked=3.0))
-    return Result({"rows_per_second": rates}, bars)
+        bars += [
+            Bar(name="reading over the demo", figure=rates["meshrec"] / rates[DEMO], asked=3.0),
+            Bar(name="fitting on 2 ranks over 1", figure=fits[1].min / fits[2].min, asked=1.7),
+        ]
+    seconds = {str(ranks): timing.min / 1e3 for ranks, timing in fits.items()}
+    return Result({"rows_per_second": rates, "fitting_seconds_by_ranks": seconds}, bars)
+
+
+def fitting_times(path: Path, effort: Effort) -> dict[int, Timing]:
+    """Time how 1 and 2 ranks fit the features, and check that they are the same."""
+    with RankPool(1, timeout_seconds=300) as one, RankPool(2, timeout_seconds=300) as two:
+        pools = {"1": one, "2": two}
+        digests = {name: pool.run(fit_digest, str(path))[0] for name, pool in pools.items()}
+        assert digests["1"] == digests["2"], digests
+        calls = {name: functools.partial(pool.run, fit, str(path)) for name, pool in pools.items()}
+        times = measure(calls, effort)
+    return {int(name): timing for name, timing in times.items()}
+
+
+def fit(path: str) -> None:
+    fit_on_ranks(features(), open_parquet, path, join("cpu").axis)
+
+
+def fit_digest(path: str) -> str | None:
+    """Fit the features on all ranks, and return a digest of them on rank 0."""
+    fitted = fit_on_ranks(features(), open_parquet, path, join("cpu").axis)
+    return None if fitted is None else hashlib.sha256(json.dumps(fitted.to_json()).encode()).hexdigest()
 
 
 def features() -> Features:

@@ -11,6 +11,7 @@ from meshrec.data import parquet
 def test_tiny_files_are_read_and_scanned() -> None:
     result = reading.run(Effort(rounds=1, calls=1), tiny=True)
     assert {"meshrec", reading.SCAN} <= result.figures["rows_per_second"].keys()
+    assert result.figures["fitting_seconds_by_ranks"].keys() == {"1", "2"}
     assert len(result.bars) == 1
 
 
