@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if name is None:
         # An error, or the help of the command.
         parse_arguments(FitOptions, words, program="meshrec fit RECIPE")
-        raise ValueError("name a recipe: meshrec fit RECIPE --out FOLDER")
+        raise ValueError("no recipe was given. Name one: meshrec fit RECIPE --out FOLDER.")
     source = full_name(name)
     recipe = resolve(source)
     if any(word in HELP for word in words):

@@ -16,13 +16,10 @@ from meshrec.data.faults import needs
 def ray_engine(num_workers: int) -> Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]:
     """Return an engine that runs tasks on the connected Ray cluster.
 
+    Call ``ray.init`` before, and hand the engine to `meshrec.data.features.fitting.fit_features`.
+
     Args:
         num_workers: maximum number of tasks at the same time. A task takes a CPU.
-
-    Example::
-
-        ray.init("auto")
-        fitted = fit_features(features, open_tables, "s3://bucket/clicks/", engine=ray_engine(64))
     """
     ray: Any = needs("ray", "ray")
 
