@@ -3,54 +3,54 @@
 from typing import TYPE_CHECKING
 
 from meshrec.lazy import importer
-from meshrec.train.architectures import (
-    ClickTowersConfig,
-    DeepFMConfig,
-    DINConfig,
-    DLRMConfig,
-    DLRMDCNConfig,
-    MultiTaskConfig,
-    TwoTowerConfig,
-    tables_on_meta,
-)
-from meshrec.train.click_logs import ClickLog
-from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
-from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
-from meshrec.train.losses import (
-    BinaryCrossEntropy,
-    Huber,
-    Loss,
-    NextItem,
-    Ranking,
-    Softmax,
-    SquaredError,
-    Task,
-    Tasks,
-)
-from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
-from meshrec.train.ranks import Ranks, join
-from meshrec.train.recipe import (
-    DataSource,
-    DenseOptimizer,
-    FittedSource,
-    ModelConfig,
-    Placement,
-    RankFittedSource,
-    RawSource,
-    Recipe,
-    TableSource,
-    Training,
-)
-from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import RunFolder, RunState, find_run
-from meshrec.train.schedule import Schedule
-from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
-from meshrec.train.watch import LossError
-from meshrec.train.wide_deep import WideDeepConfig
 
 if TYPE_CHECKING:
+    from meshrec.train.architectures import (
+        ClickTowersConfig,
+        DeepFMConfig,
+        DINConfig,
+        DLRMConfig,
+        DLRMDCNConfig,
+        MultiTaskConfig,
+        TwoTowerConfig,
+        tables_on_meta,
+    )
+    from meshrec.train.click_logs import ClickLog
     from meshrec.train.evaluation import Scored, evaluate, score
+    from meshrec.train.hstu_ranking import HSTURankerConfig, SyntheticImpressions
+    from meshrec.train.log_sources import BooksRatings, Log, LogSource, MovieLensSequences
+    from meshrec.train.losses import (
+        BinaryCrossEntropy,
+        Huber,
+        Loss,
+        NextItem,
+        Ranking,
+        Softmax,
+        SquaredError,
+        Task,
+        Tasks,
+    )
+    from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
+    from meshrec.train.ranks import Ranks, join
+    from meshrec.train.recipe import (
+        DataSource,
+        DenseOptimizer,
+        FittedSource,
+        ModelConfig,
+        Placement,
+        RankFittedSource,
+        RawSource,
+        Recipe,
+        TableSource,
+        Training,
+    )
+    from meshrec.train.recipes import RECIPES, resolve
+    from meshrec.train.run_folder import RunFolder, RunState, find_run
+    from meshrec.train.schedule import Schedule
+    from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
     from meshrec.train.trainer import Trainer
+    from meshrec.train.watch import LossError
+    from meshrec.train.wide_deep import WideDeepConfig
 
 __all__ = [
     "RECIPES",
@@ -113,12 +113,55 @@ __all__ = [
     "tables_on_meta",
 ]
 
-# Lazy: these modules import sharded tables and torch.distributed.checkpoint, which commands that only read a
-# recipe never need.
+# Lazy: the modules import most of the library, which servers and commands that only read runs never need.
 __getattr__ = importer(
     __name__,
     {
+        "meshrec.train.architectures": [
+            "ClickTowersConfig",
+            "DINConfig",
+            "DLRMConfig",
+            "DLRMDCNConfig",
+            "DeepFMConfig",
+            "MultiTaskConfig",
+            "TwoTowerConfig",
+            "tables_on_meta",
+        ],
+        "meshrec.train.click_logs": ["ClickLog"],
         "meshrec.train.evaluation": ["Scored", "evaluate", "score"],
+        "meshrec.train.hstu_ranking": ["HSTURankerConfig", "SyntheticImpressions"],
+        "meshrec.train.log_sources": ["BooksRatings", "Log", "LogSource", "MovieLensSequences"],
+        "meshrec.train.losses": [
+            "BinaryCrossEntropy",
+            "Huber",
+            "Loss",
+            "NextItem",
+            "Ranking",
+            "Softmax",
+            "SquaredError",
+            "Task",
+            "Tasks",
+        ],
+        "meshrec.train.next_item_configs": ["BERT4RecConfig", "GRU4RecConfig", "HSTUConfig", "SASRecConfig"],
+        "meshrec.train.ranks": ["Ranks", "join"],
+        "meshrec.train.recipe": [
+            "DataSource",
+            "DenseOptimizer",
+            "FittedSource",
+            "ModelConfig",
+            "Placement",
+            "RankFittedSource",
+            "RawSource",
+            "Recipe",
+            "TableSource",
+            "Training",
+        ],
+        "meshrec.train.recipes": ["RECIPES", "resolve"],
+        "meshrec.train.run_folder": ["RunFolder", "RunState", "find_run"],
+        "meshrec.train.schedule": ["Schedule"],
+        "meshrec.train.sources": ["Criteo", "Csv", "Frame", "MovieLens", "Parquet", "SyntheticClicks"],
         "meshrec.train.trainer": ["Trainer"],
+        "meshrec.train.watch": ["LossError"],
+        "meshrec.train.wide_deep": ["WideDeepConfig"],
     },
 )

@@ -15,7 +15,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from meshrec.data.faults import needs
 from meshrec.data.nearest import did_you_mean
-from meshrec.train import architectures, sources  # noqa: F401 - their classes are found as subclasses
+from meshrec.train import (  # noqa: F401 - their classes are found as subclasses
+    architectures,
+    click_logs,
+    hstu_ranking,
+    log_sources,
+    losses,
+    next_item_configs,
+    sources,
+    wide_deep,
+)
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import to_json
 
