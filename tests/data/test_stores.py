@@ -287,3 +287,29 @@ def test_http_is_read_with_retries(store):
 def batches_of_users(address):
     train = parquet(train=address, schema=SCHEMA_WITHOUT_DAY, seed=3).train
     return [batch.sparse["user"].values().tolist() for batch in train.batches(7)]
+
+
+@pytest.mark.parametrize(
+    ("message", "passes"),
+    [
+        ("AWS Error UNKNOWN (HTTP status 503) during GetObject", True),
+        ("AWS Error UNKNOWN (HTTP status 429) during GetObject", True),
+        ("AWS Error UNKNOWN (HTTP status 301) during GetObject", False),
+        ("AWS Error UNKNOWN (HTTP status 400) during GetObject", False),
+        ("AWS Error NETWORK_CONNECTION during GetObject", True),
+        ("AWS Error RESOURCE_NOT_FOUND during GetObject", False),
+        ("of key 'INVALID_rows.parquet': AWS Error SLOW_DOWN during GetObject", True),
+        ("of key 'rows.parquet': AWS Error INVALID_ACCESS_KEY_ID during GetObject", False),
+    ],
+)
+def test_only_what_may_pass_is_retried(monkeypatch, message, passes):
+    monkeypatch.setattr(stores, "_FIRST_WAIT", 0.0)
+    calls = []
+
+    def call():
+        calls.append(1)
+        raise OSError(message)
+
+    with pytest.raises(StoreError, match=r"s3://bucket/x"):
+        stores.Store(None, 2).retried(call, "s3://bucket/x")
+    assert len(calls) == (3 if passes else 1)

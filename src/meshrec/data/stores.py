@@ -35,23 +35,17 @@ _FIRST_WAIT, _MAX_WAIT = 0.2, 20.0
 _SCHEMES = {"s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "hf", "file"}
 """Schemes that pyarrow reads. fsspec reads other schemes."""
 _CHANGE_FIELDS = (
-    "ETag",
-    "etag",
-    "mtime",
-    "Last-Modified",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "created",
+    *("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"),
+    *("updated", "created"),
 )
 """Fields of fsspec's file information that differ after a change."""
+_KEYS_REFUSED = r"AWS Error (?:ACCESS_DENIED|INVALID_|SIGNATURE_|UNRECOGNIZED_CLIENT|MISSING_AUTH)"
 _PERMANENT = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_|NOT_FOUND|INVALID_|SIGNATURE_DOES_NOT_MATCH|UNRECOGNIZED_CLIENT|MISSING_AUTH"
-    r"|HTTP status (?:3|4(?!08|29))\d\d"
+    rf"{_KEYS_REFUSED}|AWS Error (?:NO_SUCH_|\w*NOT_FOUND)|HTTP status (?:3\d\d|4(?!08|29)\d\d)"
 )
 """In the message of an error which a retry does not help against."""
 # Messages after which wrong keys are the likely cause.
-_DENIED = re.compile(r"ACCESS_DENIED|INVALID_|SIGNATURE|UNRECOGNIZED_CLIENT|MISSING_AUTH|HTTP status 40[13]")
+_DENIED = re.compile(rf"{_KEYS_REFUSED}|HTTP status 40[13]")
 _KEYS = (
     "Check the store's keys: for S3 they are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in "
     "AWS_PROFILE, as for the store's command-line tools."
