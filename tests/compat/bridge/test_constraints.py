@@ -30,7 +30,7 @@ CHANGES = {
     "output_dtype": ("FP16", "output_dtype FP16: a sharded collection gives fp32"),
     "device_group": ("cpu", "device_group is 'cpu', but the topology is for cuda"),
     "key_value_params": (object(), "no constraint key_value_params: tables are in memory"),
-    "use_virtual_table": (True, "no virtual tables"),
+    "use_virtual_table": (True, "use_virtual_table"),
 }
 
 

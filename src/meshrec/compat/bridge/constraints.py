@@ -84,7 +84,10 @@ class ParameterConstraints:
             if value is not None and not (name == "bounds_check_mode" and raises_on_invalid_ids(value)):
                 raise ValueError(f"MeshRec's planner has no constraint {name}: {reason}. Leave {name} out.")
         if self.use_virtual_table:
-            raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")
+            raise ValueError(
+                "use_virtual_table: constraints make no table virtual. Give the table's config "
+                "use_virtual_table=True instead; it becomes a hashed table."
+            )
         if self.stochastic_rounding is False:
             raise ValueError(
                 "stochastic_rounding=False: updates of fp16 and bf16 tables are always rounded "
