@@ -32,7 +32,9 @@ class _Hider(MetaPathFinder):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError for a hidden package; else leave the search to other finders."""
         if fullname in self._packages and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError(f"{fullname} is hidden from LightGBM", name=fullname)
+            raise ModuleNotFoundError(
+                f"{fullname} is hidden from LightGBM, which must do without it.", name=fullname
+            )
 
 
 @functools.cache
