@@ -203,3 +203,42 @@ def test_tensors_that_take_the_places_of_others_are_refused(tmp_path, exchange):
     sealed(tmp_path, change)
     with pytest.raises(DamagedCheckpointError, match=r"'plain\..'"):
         read_manifest(tmp_path)
+
+
+class Grown(nn.Module):
+    """A layer of an earlier release, with a buffer that this release has added."""
+
+    older_checkpoints = {"bias": 0.0}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("bias", torch.ones(2))
+
+
+@pytest.mark.parametrize("path", ["", "inner"])
+def test_an_added_buffer_is_neutral_for_older_checkpoints(tmp_path, path):
+    def models():
+        grown, older = Grown(), Grown()
+        del older.bias
+        return [nn.ModuleDict({path: module}) if path else module for module in (older, grown)]
+
+    older, _ = models()
+    save(tmp_path / "older", {"model": older})
+    _, grown = models()
+    load(tmp_path / "older", {"model": grown})
+    inner = grown[path] if path else grown
+    assert inner.bias.tolist() == [0, 0]
+    assert torch.equal(inner.layer.weight, (older[path] if path else older).layer.weight)
+
+    inner.bias.fill_(3)
+    save(tmp_path / "newer", {"model": grown})
+    _, fresh = models()
+    load(tmp_path / "newer", {"model": fresh})
+    assert (fresh[path] if path else fresh).bias.tolist() == [3, 3]
+
+
+def test_a_missing_tensor_beside_an_added_buffer_is_an_error(tmp_path):
+    save(tmp_path, {"model": nn.Module()})
+    with pytest.raises(ValueError, match=r"layer\.weight"):
+        load(tmp_path, {"model": Grown()})

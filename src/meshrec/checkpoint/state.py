@@ -190,7 +190,7 @@ def prepare(
     tensors: dict[str, Tensor] = {}
     fresh: dict[str, Tensor] = {}
     # Run by `Loading.finish`, when all tensors have been filled.
-    finishers: list[Callable[[], None]] = []
+    finishers: list[Callable[[], object]] = []
     # Stateful objects with functions that load them, run by `Loading.accept`. They run early, while a load
     # can be undone, because an object's load_state_dict may raise.
     stateful_loaders: list[tuple[Any, Callable[[], None]]] = []
@@ -202,17 +202,24 @@ def prepare(
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
             names_loaded_by_id = hashed.names(entry)
+            added = (
+                _added_since(entry, item, saved.get(entry, set())) if kind == _MODULE and not partial else {}
+            )
             content = select_local_state(content, item, state) if is_part and kind == _OPTIMIZER else content
             if kind == _OPTIMIZER:
                 # Torch optimizers create state in their first step. It must exist to be filled in place.
                 undo.append(create_state(as_keyed_optimizer(item, state), content))
             targets, finisher, current_content = _fill_targets(
-                entry, item, kind, content, state, keeps_names=is_part or bool(names_loaded_by_id)
+                entry, item, kind, content, state, keeps_names=is_part or bool(names_loaded_by_id or added)
             )
             # The state dict also refers to tensors that are loaded by ID, so `check_state_dict` below needs
             # all of them.
             whole = targets
-            targets = {name: tensor for name, tensor in whole.items() if name not in names_loaded_by_id}
+            targets = {
+                name: tensor
+                for name, tensor in whole.items()
+                if name not in names_loaded_by_id and name not in added
+            }
             names = saved.get(entry, set()) - names_loaded_by_id
             if partial and kind == _MODULE:
                 targets, finisher = _select_common(
@@ -226,12 +233,12 @@ def prepare(
                 manifest,
                 set(targets) if partial else names & set(targets) if is_part else names,
             )
-            if not (partial or is_part or names_loaded_by_id):
+            if not (partial or is_part or names_loaded_by_id or added):
                 _check_references(entry, kind, content, current_content)
             if kind == _OPTIMIZER:
                 as_keyed_optimizer(item, state).check_state_dict(decode(content, whole.__getitem__))
             tensors.update(targets)
-            finishers.append(finisher)
+            finishers += [finisher, *added.values()]
         else:
             targets = {name: _empty(manifest, name) for name in saved.get(entry, ())}
             finisher = _restorer(state, entry, item, kind, content=content, buffers=targets)
@@ -260,6 +267,30 @@ def prepare(
     names = {*tensors, *fresh, *hashed.read(manifest)}
     fill = functools.partial(hashed.fill, manifest=manifest)
     return Loading(names, fresh, accept, tensors, fill, hashed.exchange_row_counts, finish)
+
+
+def _added_since(entry: str, item: nn.Module, saved: set[str]) -> dict[str, Callable[[], object]]:
+    """Return the module's buffers that did not exist yet when the checkpoint was written.
+
+    A module that gains a buffer in a new release gives it a value with which the module computes what it
+    computed before: ``older_checkpoints = {"buffer": value}``.
+
+    Args:
+        entry: entry name.
+        item: module to load.
+        saved: names of the entry's tensors in the checkpoint.
+
+    Returns:
+        Functions that set a buffer to this value, by the buffer's name in the checkpoint.
+    """
+    module = item.module if isinstance(item, DistributedModelParallel) else item
+    added: dict[str, Callable[[], object]] = {}
+    for path, child in module.named_modules():
+        for buffer, value in getattr(child, "older_checkpoints", {}).items():
+            name = ".".join(part for part in (entry, path, buffer) if part)
+            if name not in saved:
+                added[name] = functools.partial(child.get_buffer(buffer).fill_, value)
+    return added
 
 
 def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:

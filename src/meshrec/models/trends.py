@@ -1,5 +1,8 @@
 """Popularity trends as a term of all item scores."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,8 @@ class TrendScores(SelectedSettings):
     """
 
     constant_buffers = ("ids_I", "trends_I", "chosen")
+    # Models of earlier releases have no trends.
+    older_checkpoints: ClassVar[Mapping[str, float]] = {"trends_I": 0.0, "chosen": 0.0}
     ids_I: Tensor
     trends_I: Tensor  # persistent: a log that grows after training must not change a trained model
 
