@@ -417,9 +417,9 @@ def _column_lines(proposal: "Proposal") -> list[str]:
 
 
 def _loss_source(labels: "Sequence[Label]") -> tuple[str, list[str]]:
-    """Return the recipe's source line for the loss, and a list with the class name to import.
+    """Return the source line that sets the loss in the generated recipe, and the class names to import.
 
-    For binary labels, line and list are empty, because the default loss is used.
+    Both are empty for binary labels, which use the default loss.
     """
     if labels[-1].kind == "query":
         return '\n        loss=Ranking(kind="listwise"),', ["Ranking"]

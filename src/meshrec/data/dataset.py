@@ -125,7 +125,7 @@ class Reader(ABC):
             position: start position.
             rank: this rank.
             world_size: rank count.
-            drop_last: whether to omit the last step if it is not full on all ranks.
+            drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
 
         Raises:
             ValueError: a size, rank or position is out of range.

@@ -70,7 +70,11 @@ class IndexedSamples(ABC):
 
     @abstractmethod
     def batch(self, samples: Ints) -> Batch:
-        """Return the samples with the given numbers as a batch, in this order."""
+        """Return some samples, in the given order, as a batch.
+
+        Args:
+            samples: sample indices, int64 [n].
+        """
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
         """Return a copy of the reader that assigns samples to ranks by length, for equal work per rank.
@@ -103,7 +107,7 @@ class IndexedSamples(ABC):
             position: start position.
             rank: this rank.
             world_size: rank count.
-            drop_last: whether to omit the last step if it is not full on all ranks.
+            drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)

@@ -95,7 +95,7 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
 
 
 def counted_rows(log: LogTable, faults: Faults) -> LogTable:
-    """Return the rows of a log that training uses, filtered by values and by counts.
+    """Return a log with only the rows that pass the value filters and the minimum user and item counts.
 
     A row needs a user, an item and a time, and must pass the filters on actions and ratings. Its user and its
     item must both reach the minimum row counts in ``log.columns``.

@@ -295,11 +295,11 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
     def drop_other_users(indices: Ints) -> Ints:
-        """Remove the indices of users without an interaction in a period.
+        """Return only the indices of users with an interaction at or after a period's start.
 
         Args:
-            indices: index per user of the first interaction since the start of the period, [num_users]. For
-                a user without such an interaction, the user's end in the log, where the next user begins.
+            indices: index per user of the first such interaction, int64 [num_users]. For users without one,
+                the index is the user's end in the log (``log.stops``).
         """
         return indices[indices < log.stops]
 

@@ -39,11 +39,13 @@ class PopularityCounts(NamedTuple):
 
 
 def popularity_counts(log: Interactions, stops: Ints) -> PopularityCounts:
-    """Count the interactions per item, in one pass over the log after the recent times are known.
+    """Count all, first and recent interactions per item, in the four subsets of `PopularityCounts`.
+
+    First finds the time from which a subset's interactions are recent, then counts in one pass over the log.
 
     Args:
         log: interactions.
-        stops: training data end per user, exclusive, [num_users]. Some interaction must be before it.
+        stops: training data end per user, exclusive, [num_users]. At least one user must have training data.
     """
     firsts, num_items = log.firsts, len(log.catalogue)
     moment = np.quantile(log.times[firsts[stops > firsts]], 1 - _LATE)

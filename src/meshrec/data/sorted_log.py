@@ -212,9 +212,10 @@ class LogSorter:
         return num_rows
 
     def _sort(self, bucket: _Bucket) -> SortedRows:
-        """Return the rows in a bucket, sorted by user, time and tie.
+        """Return the rows in a bucket, sorted by user, then by time.
 
-        ``offsets`` in the result start at 0 for the bucket's first user; times are in seconds.
+        A user's simultaneous rows keep the log's order, or have a random order if ``log.columns.ties`` is
+        "shuffle". In the result, ``offsets`` start at 0 for the bucket's first user. Times are in seconds.
         """
         records = np.fromfile(bucket.path, self._record_type())
         keys = [records["tie"]] if "tie" in (self._record_type().names or ()) else []

@@ -161,7 +161,7 @@ class StreamReader(Reader):
             position: start position.
             rank: this rank.
             world_size: rank count.
-            drop_last: whether to omit the last step if it is not full on all ranks.
+            drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)

@@ -223,13 +223,14 @@ class Hop:
 
         Args:
             sent: messages from ``scatter``.
-            rows_sent: as for ``send``.
-            num_rows: as for ``send``.
-            name: collective name in errors.
-            names: function which returns bag names for error feedback; see `Names`. None: no feedback.
+            rows_sent: the value passed to ``send`` in the forward pass.
+            num_rows: the value passed to ``send`` in the forward pass.
+            name: collective name in error messages.
+            names: function that returns the bag names under which rounding errors are kept for the next
+                gradient; see `Names`. None: no error feedback.
 
         Returns:
-            The running collective, for ``gradient``.
+            The running collective, to pass to ``gradient``.
         """
         if self.encodes_grads:
             key = first_key(self.axis.rank)

@@ -221,7 +221,7 @@ class ShardedTables:
 
     @property
     def num_clamped_ids(self) -> int:
-        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced on this rank so far."""
+        """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced by 0 on this rank so far."""
         return self._input.num_clamped_ids
 
     @announced_on_failure

@@ -29,14 +29,15 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Encoder(NamedTuple):
-    """Architecture of a next-item model that supports a KV cache, from which the model can be rebuilt.
+    """Description from which a next-item model with a KV cache can be rebuilt.
 
     Attributes:
         kind: model class name.
         features: the model's feature names.
         table: name, row count and width of the item table.
         sizes: other constructor arguments that determine weight shapes.
-        scores_new_users: whether the query vector for an empty history is 0; see `HistoryModel`.
+        scores_new_users: whether users without history get fixed item scores; see `HistoryModel`. Their query
+            vector is then 0.
         has_repeats: whether the model has a `meshrec.models.repeats.RepeatScores`. Query vectors do not
             depend on it, but the package has its weights.
     """

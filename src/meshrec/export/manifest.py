@@ -213,7 +213,7 @@ def check_package(
 def verify_package(
     folder: Path, manifest: Mapping[str, Any], key: "Ed25519PublicKey | None" = None
 ) -> FileDigest | None:
-    """Read all package files, and compare their checksums. Logs the progress of slow reads.
+    """Verify the checksums of all package files. Logs the progress of slow reads.
 
     With a key, the checksums are read from the signature. Without a key, they are read from ``digests.txt``,
     or from the manifest if the package has no ``digests.txt``. The manifest must also match ``layout.txt``
@@ -226,7 +226,7 @@ def verify_package(
             needed.
 
     Returns:
-        Digest of ``weights.bin`` from ``digests.txt``; None if the package has no such file.
+        Digest of ``weights.bin`` from ``digests.txt``; None if the package has no ``digests.txt``.
 
     Raises:
         PackageError: a file is missing or differs, or the package is not signed by the key. The message names

@@ -146,7 +146,7 @@ class OnnxModel(nn.Module):
 
 
 class _PlainBags(nn.Module):
-    """Replacement for an EmbeddingBagCollection which pools with operators that ONNX has.
+    """EmbeddingBagCollection replacement that pools with ONNX operators only.
 
     Args:
         collection: collection to replace. The weights are shared.

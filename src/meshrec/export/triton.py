@@ -51,7 +51,11 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
 
 
 def _config(name: str, manifest: dict[str, Any]) -> str:
-    """Return ``config.pbtxt``: inputs per feature, and the output, with variable sizes."""
+    """Return the text of ``config.pbtxt`` for the Triton Inference Server.
+
+    Inputs are the dense values, if the model has any, and the IDs and lengths of every feature. The output is
+    the model's scores or vectors. Batch and value counts may have any size.
+    """
     inputs = [("dense", "FP32", [-1, manifest["num_dense"]])] if manifest["num_dense"] else []
     for feature in manifest["features"]:
         inputs += [(f"{feature}.values", "INT64", [-1]), (f"{feature}.lengths", "INT32", [-1])]

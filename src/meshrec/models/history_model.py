@@ -82,7 +82,7 @@ class HistoryOptions(TypedDict, total=False):
 
 
 class EncodedHistories(NamedTuple):
-    """Encoded histories for B samples: a vector per position, from which the item there is predicted.
+    """Encoded histories for B samples: a vector per position, which predicts the item at this position.
 
     A history with L items has L + 1 vectors. Vector ``l`` predicts item ``l``, counted from 0, and the last
     vector predicts the next item.

@@ -316,7 +316,9 @@ class TwoTowerTrain(nn.Module):
         return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
 
     def _log_q(self, ids_B: Tensor) -> Tensor | None:
-        """Return the logarithm of every item's share of samples, [B]; None without a correction.
+        """Return the log sampling probability per item in the batch, [B], for the logQ correction.
+
+        Returns None if the correction is off.
 
         Args:
             ids_B: Item IDs in the batch.

@@ -106,6 +106,8 @@ def accept_fused_parameters() -> None:
 def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Check that a torch optimizer was not given tables updated by the backward pass.
 
+    Also warns if the optimizer has a table that is split over ranks and has no fused optimizer.
+
     Registered as a pre-hook on ``step`` of all torch optimizers. Checks only the first step of each
     optimizer. A check in the constructor would be too early: programs may build an optimizer only to save its
     state.

@@ -81,11 +81,13 @@ class Rounding:
         ]
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the most violated cut of every phase that has a violated cut.
+        """Return the most violated cutting plane per phase; see `Cut` for the terms.
+
+        Phases whose cuts hold, or are violated only slightly, are left out.
 
         Args:
-            share_C: fractional number of tables that use a candidate at the relaxation's optimum.
-            upper_K: upper limits on T, the slowest rank's load, and so on every rank's load.
+            share_C: number of tables that use each candidate at the relaxation's optimum; may be fractional.
+            upper_K: upper limit on the load of the slowest rank in each phase (``T_phase`` in `Cut`).
             admitted_C: mask of the candidates that plans may use.
         """
         cuts = []
@@ -216,14 +218,15 @@ class LargestPieces:
         self._num_types = int(problem.type_C[-1]) + 1
 
     def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """Return the cuts that the relaxation's optimum violates.
+        """Return cutting planes that the relaxation's optimum violates; see `Cut` for the terms.
 
-        Every phase has at most one cut per table type, and at most one cut for all types together.
+        Returns at most one cut per phase and table type, and at most one per phase over all types. Cuts that
+        are violated only slightly are left out.
 
         Args:
-            share_C: fractional number of tables that use a candidate at the relaxation's optimum.
-            slowest_K: T, the slowest rank's load per phase, at the relaxation's optimum.
-            lower_K: lower limit on T per phase. The cuts are valid for all plans with T >= lower_K.
+            share_C: number of tables that use each candidate at the optimum; may be fractional.
+            slowest_K: load of the slowest rank in each phase at the optimum (``T_phase`` in `Cut`).
+            lower_K: lower limit on ``T_phase``. A cut is valid for plans whose ``T_phase`` is at least this.
             admitted_C: mask of the candidates that plans may use.
         """
         admitted = np.flatnonzero(admitted_C)

@@ -89,7 +89,7 @@ class DataSize:
 
     @property
     def num_table_rows(self) -> int:
-        """Rows of all embedding tables."""
+        """Total row count of all embedding tables."""
         if self.table_rows is not None:
             return self.table_rows
         return self.items if self.items is not None else self.values + self.text_values

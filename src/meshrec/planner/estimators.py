@@ -587,9 +587,15 @@ class CostModel:
         return result
 
     def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Return the seconds [N] for looking up IDs in the index of hashed tables; 0 for other tables.
+        """Return the index lookup seconds per rectangle [N]; 0 if the table has no hash index.
 
-        A lookup sorts the IDs, as an update does. Then it reads a cache line of the index per distinct ID.
+        A lookup sorts the IDs, at the same cost per ID as an update. Then it reads one cache line of the
+        index per distinct ID.
+
+        Args:
+            table: table index per rectangle.
+            ids: lookups per rectangle.
+            share: fraction of the table's rows per rectangle.
         """
         p = self.profile
         line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth

@@ -328,7 +328,11 @@ def to_plan(
 def from_plan(
     plan: ShardingPlan | Mapping[str, EmbeddingModuleShardingPlan], tables: Sequence[Table]
 ) -> Placements:
-    """Convert a sharding plan to rectangles, with table indices as in `tables`.
+    """Convert a sharding plan to `Placements`, which have a rectangle (rows x columns) per table shard.
+
+    Args:
+        plan: sharding plan.
+        tables: the plan's tables. Positions in this list are the table indices in the result.
 
     Raises:
         ValueError: the plan lacks a table.

@@ -120,14 +120,14 @@ class Search:
         If the plan does not fit, it is annealed until it fits, for at most `seconds`.
 
         Returns:
-            The plan as a start, or None if no plan fits or annealing is not available.
+            The initial plan, or None if no plan fits or annealing is not available.
         """
         # Its loads are bytes, so the plan is placed again below, with loads in seconds.
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
     def best_start(self) -> InitialPlan | None:
-        """Return the best plan as a start whose annealing may use all allowed candidates.
+        """Return the best plan as an initial plan whose annealing may use all allowed candidates.
 
         The result is None before the first plan, or if annealing is not available.
         """

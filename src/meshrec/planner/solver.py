@@ -173,7 +173,7 @@ class _CollectiveSetSearch:
         and no plan was found yet, construct a plan that balances memory.
 
         Returns:
-            The start, or None if no plan was constructed or annealing is not available.
+            The initial plan, or None if no plan was constructed or annealing is not available.
         """
         # First without reserving memory for other tables, which excludes fewer candidates.
         for leaves_room in (False, True):
@@ -184,10 +184,13 @@ class _CollectiveSetSearch:
         return None if self.search.placements_T else self.search.add_fitting(0.0)
 
     def start_from_memory(self) -> InitialPlan | None:
-        """Search longer for an initial plan that fits into memory, regardless of speed.
+        """Construct an initial plan that balances memory over ranks, regardless of speed.
+
+        If the plan does not fit, it is annealed until it fits, for at most `_FITTING_SECONDS`. In contrast,
+        `start` gives this annealing no time.
 
         Returns:
-            The start, or None if no plan fits or annealing is not available.
+            The initial plan, or None if no plan fits or annealing is not available.
         """
         return self.search.add_fitting(_FITTING_SECONDS)
 

@@ -77,7 +77,7 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
     Args:
         topology: the machine.
         num_ranks: ranks in the shard group.
-        node_size: ranks per node.
+        node_size: ranks of the shard group per node.
         rows_across: whether nodes exchange distinct rows instead of pooled sums, which adds an exchange
             within the node.
     """

@@ -82,7 +82,8 @@ def encode_rows(
             returned.
 
     Raises:
-        ValueError: a value is NaN, infinite or out of range; the error names table and row.
+        ValueError: a value is NaN, infinite or out of range; the error names table and row. Rows that already
+            have the new type are not checked.
     """
     if not data_type.bits:
         rows = values.to(data_type.dtype)

@@ -367,7 +367,7 @@ class _RankRun:
             observer(event)
 
     def _write_inputs(self, trainer: Trainer) -> None:
-        """Write ``config.json`` and the plan to the run folder, on rank 0. Collective."""
+        """Write ``config.json``, the run state, the plan and its HTML page, on rank 0. Collective."""
         # Collective, so before the other ranks return.
         hosts = Counter(self._ranks.collect(socket.gethostname()))
         if not self._ranks.is_first:

@@ -308,7 +308,9 @@ class Batcher:
         start_time: float,
         future: "asyncio.Future[list[VersionedScores | Exception]]",
     ) -> None:
-        """Update the averages, start the next batch, and answer the requests. Runs in the event loop.
+        """Update the averages of seconds per sample, start the next batch, and answer the requests.
+
+        Runs in the event loop.
 
         Args:
             batch: requests which were scored.

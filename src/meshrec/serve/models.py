@@ -412,9 +412,9 @@ class Repository:
     async def retry_loads(self, failed: Sequence[FailedLoad], stop: asyncio.Event) -> None:
         """Retry failed loads, up to seven times within about a minute.
 
-        No client waits for these loads, so nobody else would retry after a transient failure: a killed trial,
-        a full disk, a folder that is still being copied. Models that were loaded or unloaded meanwhile are
-        skipped.
+        No client waits for these loads, so no client would retry them. Transient failures are a full disk, a
+        folder that is still being copied, or a killed child process (`PackageTrial` loads every package in a
+        child process first). Models that a client loads or unloads meanwhile are skipped.
 
         Args:
             failed: result of `load_all`.
@@ -520,7 +520,10 @@ class Repository:
 
 
 def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
-    """Return a scorer with a history cache; None if the cache is off or the package does not support it.
+    """Return an object that computes query vectors with a KV cache for histories.
+
+    Returns None if ``max_bytes`` is 0, or if the package has no items to recommend. Also returns None, and
+    logs a warning, if the model does not support a KV cache.
 
     Args:
         name: model name, for the log.

@@ -187,9 +187,10 @@ class StageValues:
                 piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
     def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return those tensors in this stage's table lookups which have a gradient, and these gradients.
+        """Return this stage's lookup results that have a gradient, and their gradients, in the same order.
 
-        The two lists have the same order. The stored lookups are dropped, so that their memory can be freed.
+        The caller passes both lists to `torch.autograd.backward`. The stored lookup results are dropped, so
+        that their memory can be freed.
         """
         pieces, self._pieces = self._pieces, {}
         pairs = [

@@ -145,23 +145,24 @@ def replace_ids_by_slots(
     train: bool,
     used_immediately: bool = False,
 ) -> tuple[Tensor, list[object]]:
-    """Replace the IDs of some features by slots. Calls every index once, with all features' IDs.
+    """Replace the IDs of some features by slots. Each index is called once, for all features that share it.
 
-    The values are blocks (such as one per sending rank), and a block has a segment of IDs per feature.
+    The values are blocks (such as one per sending rank). A block has a segment of IDs per feature. An index
+    is a hash index or a row cache.
 
     Args:
         values: IDs, int [N], ordered by block, then by feature.
         bounds: positions in ``values`` at which the segments start, followed by N.
-        readers: where features find their rows, by feature number. Values of other features stay. An ID
-            counts from the feature's ``first_row``.
+        readers: indexes to search, by feature number. The key is the feature's ID, hashed if there is a
+            ``mix_seed``, plus ``first_row``. Values of features that are not listed are copied unchanged.
         num_keys: number of features per block.
         train: whether the rows will be updated.
         used_immediately: whether the caller uses the slots before any other call to these indexes. A
             searchable index then does not pin its slots, unless it has to assign new ones.
 
     Returns:
-        A copy of the values in which slots replace the IDs of features in ``readers``, and a list with the
-            pins on these slots.
+        A copy of ``values`` with slots in place of these features' IDs, and the pins on the slots. A pin
+            keeps a slot from being reused for another key while it exists.
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     # One kernel call for all hash indexes. New IDs get slots further below.

@@ -89,11 +89,11 @@ class StreamedPart(Tensor):
         return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
 
     def is_same(self, other: object) -> bool:
-        """Return whether another object stands for the same values in the same table or snapshot."""
+        """Return whether another object reads the same rows and columns of the same table or snapshot."""
         return isinstance(other, StreamedPart) and other._identity() == self._identity()
 
     def _identity(self) -> tuple[object, ...]:
-        """Return a tuple that is equal for tensors that stand for the same values."""
+        """Return a tuple that is equal for tensors that read the same values."""
         return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
@@ -222,7 +222,11 @@ def values_of(value: Any) -> Any:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors start at the same memory, or stand for the same values in the same table."""
+    """Return whether two tensors have the same data, so that callers can skip a copy.
+
+    Tensors in memory must have the same data pointer. StreamedParts must read the same rows and columns of
+    the same table or snapshot.
+    """
     if isinstance(one, StreamedPart) or isinstance(other, StreamedPart):
         return isinstance(one, StreamedPart) and one.is_same(other)
     return one.data_ptr() == other.data_ptr()

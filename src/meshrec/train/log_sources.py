@@ -203,7 +203,7 @@ class LogSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Log(LogSource, DataSource):
-    """Data source for a log in Parquet or CSV files."""
+    """Data source for an interaction log in Parquet or CSV files."""
 
     log: tuple[str, ...]
     """Log files: paths, folders or patterns."""

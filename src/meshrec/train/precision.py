@@ -39,11 +39,14 @@ class DensePrecision(NamedTuple):
 
 
 def choose_precision(setting: Precision, ranks: Ranks) -> DensePrecision:
-    """Choose the same dense precision on all ranks. Collective for ``auto`` and ``bf16``.
+    """Return the dense precision, the same on all ranks, and the reason to log.
+
+    Collective for ``auto`` and ``bf16``.
 
     Args:
-        setting: the recipe's ``training.dense_precision``. With ``auto``, bf16 is chosen if the devices of
-            all ranks have instructions for bf16 products.
+        setting: the recipe's ``training.dense_precision``. ``auto`` chooses bf16 if the devices of all ranks
+            have instructions for bf16 products, otherwise fp32. ``bf16`` always chooses bf16, and the reason
+            says if it may be slower than fp32.
         ranks: the ranks, from `join`.
     """
     if setting == "fp32":

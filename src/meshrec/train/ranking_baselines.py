@@ -274,12 +274,12 @@ class _BaselineEvaluator:
 
 
 def _transition_counts(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
-    """Count transitions: return a sparse matrix [I, I] with the number of times that an item follows another.
+    """Return a sparse matrix [I, I] whose entry (i, j) is how often item j follows item i.
 
     Args:
-        before: catalog indices of items, as a list of tensors.
-        after: catalog indices of the items that follow them.
-        size: number of rows and columns of the matrix.
+        before: catalog indices of the preceding items, as a list of tensors.
+        after: catalog indices of the following items, in the same order.
+        size: matrix shape (I, I).
     """
     from scipy import sparse
 

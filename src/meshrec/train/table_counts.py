@@ -35,18 +35,20 @@ class IdCounts:
         self._before = [dict.fromkeys(_COUNTS, 0.0) for _ in self._tables]
 
     def take(self) -> dict[str, float]:
-        """Return metrics named ``hashed/TABLE/METRIC``, over all ranks. Collective.
+        """Return hashed-table metrics over all ranks, and start a new counting interval. Collective.
 
-        The values count IDs:
+        The metrics are named ``hashed/TABLE/METRIC``:
 
         - ``live``: IDs that have a row now.
         - ``new``: IDs admitted since the last call.
-        - ``refused``: IDs not admitted since the last call. An ID counts whenever an update refuses it.
+        - ``refused``: refusals to admit an ID since the last call. An ID that several updates refuse counts
+          several times.
         - ``evicted``: IDs whose rows were evicted since the last call.
         - ``hit_rate``: share of IDs with a row, or with a reserved row, among the IDs looked up in training
           since the last call. Missing if no ID was looked up.
 
-        Return an empty dict if the model has no such tables.
+        Returns:
+            Metrics by name; empty if the model has no sharded hashed table.
         """
         if not self._tables:
             return {}

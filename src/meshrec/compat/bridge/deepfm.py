@@ -45,9 +45,9 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """Concatenates the dense vector, the deep output, and the factorization machine's output.
+    """Concatenation of the dense vector, the deep output, and the factorization machine's output.
 
-    The deep output is a linear layer with ReLU over the dense vector and all embeddings. Without sparse
+    A linear layer with ReLU computes the deep output from the dense vector and all embeddings. Without sparse
     features, the result is the dense vector alone.
 
     Args:

@@ -223,7 +223,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     Args:
         tables: table configs; may be empty.
         device: device for the parameters.
-        need_indices: whether to return the IDs as weights.
+        need_indices: whether outputs have the IDs in ``weights``.
         use_gather_select: ignored.
         use_gather_select_per_sharding: ignored.
     """
@@ -301,7 +301,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         )
 
     def need_indices(self) -> bool:
-        """Return whether results carry the IDs as weights."""
+        """Return whether outputs have the IDs in ``weights``."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
@@ -393,7 +393,7 @@ def to_torchrec_jagged_tensors(
         looked_up: rows [N, D] by result key, in table order.
         features: input.
         configs: table configs.
-        need_indices: whether to return the IDs as weights.
+        need_indices: whether outputs have the IDs in ``weights``.
         dtype: dtype of the rows; None: unchanged.
     """
     ids = features.to_dict()

@@ -107,9 +107,10 @@ class FusedEmbeddingBagCollection(_Fused, embeddings.EmbeddingBagCollection):
 class FusedEmbeddingCollection(_Fused, embeddings.EmbeddingCollection):
     """EmbeddingCollection with table updates in the backward pass.
 
+    FusedEmbeddingBagCollection documents the other arguments.
+
     Args:
-        need_indices: whether to return the IDs as weights. FusedEmbeddingBagCollection documents the other
-            arguments.
+        need_indices: whether outputs have the IDs in ``weights``.
 
     Raises:
         ValueError: the optimizer cannot be fused, or the location is not supported.

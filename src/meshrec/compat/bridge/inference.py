@@ -47,8 +47,9 @@ _propagates = False
 
 
 def set_propogate_device(val: bool) -> None:
-    """Set TorchRec's switch for device propagation. It has no effect: lookups run on the device of their
-    rows.
+    """Set TorchRec's switch for device propagation, which has no effect here.
+
+    Lookups always run on the device of their rows.
     """
     global _propagates
     _propagates = val

@@ -131,7 +131,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     """TorchRec's quantized ``EmbeddingCollection(tables, device, need_indices=False, output_dtype=...)``.
 
-    See ``EmbeddingBagCollection``. With ``need_indices``, results carry the IDs as weights.
+    See ``EmbeddingBagCollection``. With ``need_indices``, outputs have the IDs in ``weights``.
     """
 
     # For collections that are loaded or copied without the constructor.
@@ -157,7 +157,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return table_groups(self)
 
     def need_indices(self) -> bool:
-        """Return whether results carry the IDs as weights."""
+        """Return whether outputs have the IDs in ``weights``."""
         return self._need_indices
 
     def forward(  # type: ignore[override]

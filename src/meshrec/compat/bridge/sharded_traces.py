@@ -158,7 +158,7 @@ def record_sequences(
         built: sharded module's parts.
         configs: table configs.
         features: proxy for the input.
-        need_indices: whether to return the IDs as weights.
+        need_indices: whether outputs have the IDs in ``weights``.
     """
     bags, result = features.to_dict(), {}
     for config, names in zip(configs, names_by_table(configs), strict=True):

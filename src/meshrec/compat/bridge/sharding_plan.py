@@ -207,15 +207,18 @@ def construct_module_sharding_plan(
 
 
 def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> core.ShardingGenerator:
-    """Return a generator which gives rank i a block of ``sizes[i]`` columns."""
+    """Return a generator of column-wise shardings with ``sizes[i]`` columns on rank i."""
 
     def generate(table: str, size: TableSize, ranks: core.WorldShape) -> OwnSharding:
-        """Return the table's placement with the given column counts.
+        """Return a column-wise sharding with ``sizes[i]`` columns on rank i.
 
         Args:
             table: ignored.
             size: table shape.
             ranks: world shape.
+
+        Raises:
+            ValueError: the sizes do not add up to the embedding dimension.
         """
         if sum(sizes) != size.embedding_dim:
             raise ValueError(

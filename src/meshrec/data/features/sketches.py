@@ -28,7 +28,7 @@ _ROW_SEED = 0x5A3B  # another seed would draw other samples, and fit other quant
 class RowSample(NamedTuple):
     """Random sample of rows, without replacement: the rows whose row numbers have the smallest hashes.
 
-    With fewer rows than the limit, the sample has all rows.
+    If the data has fewer rows than the limit of `of`, the sample has all rows.
     """
 
     table: pa.Table

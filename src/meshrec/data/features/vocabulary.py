@@ -209,9 +209,10 @@ def _concatenated_lists(first: Values, second: Values) -> Values:
 
 
 def _widened(values: Any) -> Any:
-    """Convert vocabulary values to one of a few types, which do not depend on the width of the column.
+    """Convert vocabulary values to a type that does not depend on the source column's bit width.
 
-    Integers become int64 if they fit, otherwise uint64 or 256-bit decimals. Text becomes a string array.
+    Integers become int64, or stay uint64 if they do not fit. Decimals get 256 bits. Text becomes a string
+    array, unless it has 2 GiB or more.
     """
     kind = values.type
     if pa.types.is_decimal(kind):

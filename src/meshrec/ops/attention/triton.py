@@ -39,8 +39,9 @@ class _Launch(NamedTuple):
     ) -> tuple[tuple[int], Any]:
         """Return the launch grid for a kernel, and a copy of ``samples`` with the field ``num_blocks`` set.
 
-        The grid has a program per sample, head and token block. Sample lengths are known only on the GPU, so
-        every sample gets as many blocks as the longest possible sample. Surplus programs return at once.
+        The grid is 1-D, with a program per sample, head and token block. ``num_blocks`` is the number of
+        blocks per sample. Sample lengths are known only on the GPU, so every sample gets as many blocks as
+        the longest possible sample. Surplus programs return at once.
 
         Args:
             num_tokens: number of tokens in all samples.

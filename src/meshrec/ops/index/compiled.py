@@ -196,7 +196,7 @@ class CompiledIndex:
         return Status(status) if status else slots
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
-        """Return the IDs stored at slots, or a status if a slot is free."""
+        """Return the ID stored in each slot, int64 [N]; a status if any slot holds no ID."""
         assert _library is not None
         ids = torch.empty_like(slots_N)
         status = _library.meshrec_index_ids_of(

@@ -124,7 +124,7 @@ class HashIndex:
         return free_slots([(self, slots_N)])[0]
 
     def ids_of(self, slots_N: Tensor) -> Tensor:
-        """Return the ID that has each slot, int64 [N]. Slots may repeat.
+        """Return the ID stored in each slot, int64 [N]. Slots may repeat.
 
         Raises:
             ValueError: a slot is free.

@@ -282,7 +282,7 @@ class NaiveIndex:
         return torch.tensor(slots, dtype=torch.int64)
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
-        """Return the ID that has each slot, or a status if a slot is free."""
+        """Return the ID stored in each slot, int64 [N]; ``Status.FREE`` if any slot holds no ID."""
         ids = [self._ids[slot] if 0 <= slot < len(self._ids) else None for slot in slots_N.tolist()]
         return Status.FREE if None in ids else torch.tensor(ids, dtype=torch.int64)
 

@@ -100,7 +100,7 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """IDs, bags and output range for a feature in a block, the part of a batch from a single source rank."""
+    """A feature's IDs, bag lengths and output range in one block. A block comes from one source rank."""
 
     feature: int
     ids: slice

@@ -247,7 +247,10 @@ def _run_fused(
     dense_tables: list[int],
     options: LookupOptions,
 ) -> Tensor:
-    """Run a fused lookup outside of tracing; the implementation of ``fused_forward``."""
+    """Run a fused lookup eagerly.
+
+    While torch.compile traces, ``fused_forward`` calls this through ``torch.compiler.disable``.
+    """
     # _apply skips the check in Function.apply, so check here.
     if torch._C._are_functorch_transforms_active():
         raise ValueError(

@@ -61,10 +61,8 @@ _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 @triton.jit
 def _random_bits(seed, step, row, columns):
-    """Return 16 random bits per element, as ``naive_update.random_bits`` does.
-
-    The factors are those of ``random_bits`` as signed integers. Products wrap like those of uint64.
-    """
+    """Return 16 random bits per element, int32: the Triton version of ``naive_update.random_bits``."""
+    # The factors in `random_bits`, written as signed integers. Products wrap like those of uint64.
     x = (row * -7046029254386353131)[:, None] + (columns * -4417276706812531889)
     x += seed * 1609587929392839161 + step * 2870177450012600261
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687

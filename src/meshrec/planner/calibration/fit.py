@@ -217,24 +217,24 @@ def _fit_determined(
 
 
 def _fit_figures(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
-    """Return the values x >= 0 for which ``amounts @ x + fixed_seconds`` is closest to the measured seconds.
+    """Fit hardware costs x >= 0 so that ``amounts @ x + fixed_seconds`` is close to the measured seconds.
 
-    The distance is relative and symmetric: the square of ``predicted - measured`` is divided by both, and
-    weighted by the phase's share of the step.
+    Minimizes the sum of ``share * (predicted - measured)^2 / (predicted * measured)`` over the phases, by
+    iteratively reweighted least squares.
 
     Args:
-        amounts: factor [N, X] by which a figure enters the duration of a phase.
+        amounts: seconds of each phase per unit of each cost, [N, X].
         seconds: measured seconds [N].
         share: phase time as a fraction of the step [N].
-        fixed_seconds: seconds [N] due to figures outside the fit.
+        fixed_seconds: seconds [N] due to costs outside the fit.
 
     Returns:
-        Values of the figures [X].
+        The costs [X].
     """
     values = np.zeros(amounts.shape[1])
     predicted = seconds
     for _ in range(_FITS):
-        # Iteratively reweighted least squares: the weight uses the last prediction. The floor bounds the
+        # The weight uses the last prediction. The floor bounds the
         # weight of a phase predicted near 0.
         weights = np.sqrt(share / (seconds * np.maximum(predicted, seconds / 10)))
         scaled = amounts * weights[:, None]

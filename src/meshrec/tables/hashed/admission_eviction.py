@@ -94,7 +94,7 @@ class RowChanges(NamedTuple):
 
 
 class TableChanges(NamedTuple):
-    """IDs to admit and rows to evict at an update, for all tables on a rank."""
+    """IDs to admit and rows to evict at an update, and the live row counts after it, for a rank's tables."""
 
     by_rectangle: dict[int, RowChanges]
     """Changes by rectangle number."""

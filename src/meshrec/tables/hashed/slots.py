@@ -107,7 +107,7 @@ class SlotStates:
 
     @property
     def num_pending(self) -> int:
-        """Number of pending slots."""
+        """Number of slots in the index that are not alive: not admitted yet, refused, or evicted in use."""
         return self.index.num_live - self.accounting.report.live
 
     def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:

@@ -399,7 +399,7 @@ class HashedRows(ExternalRows):
 
     @property
     def form(self) -> DenseRows | QuantisedRows:
-        """Row format of a fixed table with the same dtype, that is, without the eviction policy's parts."""
+        """Row format of the values alone, without the values that the eviction policy stores per row."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
     @property

@@ -13,7 +13,10 @@ torch.fx.wrap("counting")
 
 
 class JaggedParts:
-    """Tensors of a JaggedTensor or KeyedJaggedTensor. TorchScript compiles the methods into both."""
+    """Mixin with the tensor accessors that JaggedTensor and KeyedJaggedTensor share.
+
+    `with_methods_of` copies them into both classes, because TorchScript does not compile inherited methods.
+    """
 
     _values: Tensor
     _weights: Tensor | None

@@ -66,13 +66,13 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Construct a KeyedTensor from a tensor per key.
+        """Concatenate a list with a tensor per key into a KeyedTensor.
 
         Args:
-            keys: names of the slices.
-            tensors: slice per key.
-            key_dim: dimension that the keys divide.
-            cat_dim: dimension along which to concatenate.
+            keys: tensor names.
+            tensors: tensors to concatenate.
+            key_dim: dimension to split when a key is read.
+            cat_dim: dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
         """
         return KeyedTensor(
             keys=keys,
