@@ -255,3 +255,26 @@ def fail_after_arrival(kind):
 @pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
 def test_a_result_that_cannot_be_made_keeps_no_message(ranks, kind):
     assert ranks(2).run(fail_after_arrival, kind) == [([0, 1], 0)] * 2
+
+
+def wait_for_old_exchanges_last():
+    axis = new_axis()
+    mine = torch.arange(4) + 10 * axis.rank
+    expected = torch.stack([torch.arange(4) + 10 * rank for rank in range(axis.size)])
+    waiting = [all_gather(mine, axis, "old") for _ in range(3)]
+    assert links[axis.group] is not None
+    # More than the link has room for.
+    for number in range(600):
+        assert (
+            all_gather(torch.tensor([number]), axis, "new").wait().flatten().tolist() == [number] * axis.size
+        )
+    dropped = waiting.pop()
+    del dropped
+    assert torch.equal(waiting.pop().wait(), expected)
+    work = waiting.pop().work
+    work.wait(lambda messages, handle, number: messages.view(axis.size, -1).sum(0))
+    assert torch.equal(work.result, expected.sum(0))
+
+
+def test_exchanges_that_nobody_waits_for_do_not_stop_later_ones(ranks):
+    ranks(2).run(wait_for_old_exchanges_last)

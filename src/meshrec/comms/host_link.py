@@ -56,6 +56,9 @@ _LEAVING_SECONDS = 5.0  # time at exit for peers to read the last messages
 # As kErrorBytes in csrc/host/host_link.cpp.
 _ERROR_BYTES = 256
 _MANY = 8  # exchanges in flight above which `start` looks for abandoned exchanges
+# Number of later exchanges after which `start` reads an exchange that nobody has waited for. A quarter of
+# kSlots in csrc/host/host_link.cpp, after which peers could start no exchange.
+_OLD = 64
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "create": (_POINTER, [_INT, _INT, _NUMBER, _POINTER, _POINTER, _POINTER]),
@@ -104,18 +107,30 @@ class Reading:
     """Number of elements from all ranks."""
     is_finished: bool = False
     """Whether ``wait`` has been called."""
+    is_read_early: bool = False
+    """Whether ``result`` has the messages although nobody has asked for them; see ``read_early``."""
+
+    def read_early(self) -> None:
+        """Copy the messages before somebody waits for them, so that peers need not keep them any longer."""
+        self.wait()
+        self.is_read_early = True
 
     def wait(self, reader: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Wait until all peers have started the exchange, and copy their messages to ``result``.
 
         Args:
             reader: function which computes the result directly from the memory of the peers, instead of the
-                copy. Arguments: the empty result, the link handle, and the exchange number.
+                copy. Arguments: the empty result, the link handle, and the exchange number; if the messages
+                have been copied early, the messages, 0 and 0.
 
         Raises:
             RuntimeError: a peer died, or did not respond within the process group's timeout; the link then
                 has a ``failure``. Errors from ``reader`` are raised unchanged.
         """
+        if self.is_read_early:
+            if reader is not None:
+                self.result = reader(self.result, 0, 0)
+            return
         # ``arrive`` waits without copying, ``wait`` also copies the messages.
         link, deadline, name = self.link, 0.0, "arrive"
         listener: Listener | None = None
@@ -253,7 +268,7 @@ class HostLink:
         reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
         # Usually few exchanges are in flight, so the search costs nothing.
         if len(self._in_progress) >= _MANY:
-            self._skip_dropped()
+            self._skip_dropped(number.value)
         # A weak reference, so that dropping the reading is noticed.
         self._in_progress.append((number.value, weakref.ref(reading)))
         return reading
@@ -294,8 +309,15 @@ class HostLink:
         """Make the link unusable in a forked child process, because it belongs to the parent."""
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
-    def _skip_dropped(self) -> None:
-        """Tell peers about exchanges this rank has dropped without a wait, so they free the messages."""
+    def _skip_dropped(self, newest: int) -> None:
+        """Tell peers about exchanges this rank has dropped without a wait, so they free the messages.
+
+        Read old exchanges that may still be waited for, such as the next batch of a pipeline whose model is
+        evaluated meanwhile. All ranks start the same exchanges, so peers have started these long ago.
+
+        Args:
+            newest: number of the latest exchange.
+        """
         pending = []
         for number, reference in self._in_progress:
             reading = reference()
@@ -304,6 +326,12 @@ class HostLink:
             elif not reading.is_finished:
                 pending.append((number, reference))
         self._in_progress = pending
+        # With many exchanges in flight, nobody seems to wait for any: let the board fill, which is an error.
+        if len(pending) < _OLD // 2:
+            for number, reference in pending:
+                reading = reference()
+                if reading is not None and newest - number > _OLD:
+                    reading.read_early()
 
 
 class _LazyLinks(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
