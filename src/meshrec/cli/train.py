@@ -460,7 +460,8 @@ def _help(words: Sequence[str]) -> int:
         UsageError: there are arguments, but help was not requested.
     """
     names = "\n".join(
-        f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()
+        f"  {name}: {(function.__doc__ or '').splitlines()[0].removeprefix('Return a recipe for ')}"
+        for name, function in RECIPES.items()
     )
     wants_help = any(word in (*HELP, HELP_ALL) for word in words)
     if not wants_help and words:

@@ -129,7 +129,7 @@ class HSTURankerConfig(ModelConfig):
 
 
 def hstu_ranker() -> Recipe:
-    """Train HSTU (like MLPerf's DLRM-v4) on impressions in time order: will this user click this item?"""
+    """Return a recipe for HSTU (like MLPerf's DLRM-v4) on impressions: will this user click this item?"""
     return Recipe(
         name="hstu_ranker",
         data=SyntheticImpressions(),

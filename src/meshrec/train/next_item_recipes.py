@@ -34,27 +34,27 @@ _DOT_PRODUCTS = SampledSoftmax(num_negatives=1024)
 
 
 def sasrec() -> Recipe:
-    """Train SASRec on the MovieLens ratings: which movie does a user rate next?"""
+    """Return a recipe for SASRec on MovieLens ratings: which movie does a user rate next?"""
     return _next_item_recipe("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
 
 
 def hstu() -> Recipe:
-    """Train HSTU on the MovieLens ratings: which movie does a user rate next?"""
+    """Return a recipe for HSTU on MovieLens ratings: which movie does a user rate next?"""
     return _next_item_recipe("hstu", HSTUConfig(softmax=_cosine_softmax(1024)))
 
 
 def bert4rec() -> Recipe:
-    """Train BERT4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    """Return a recipe for BERT4Rec on MovieLens ratings: which movie does a user rate next?"""
     return _next_item_recipe("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def gru4rec() -> Recipe:
-    """Train GRU4Rec on the MovieLens ratings: which movie does a user rate next?"""
+    """Return a recipe for GRU4Rec on MovieLens ratings: which movie does a user rate next?"""
     return _next_item_recipe("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
 
 
 def two_tower() -> Recipe:
-    """Train two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
+    """Return a recipe for two towers on MovieLens ratings: which movie, of all, does a user rate next?"""
     return Recipe(
         name="two_tower",
         data=MovieLensSequences(history=20, windows=False),
@@ -67,47 +67,47 @@ def two_tower() -> Recipe:
 
 
 def sasrec_ml1m() -> Recipe:
-    """Train SASRec on ml-1m as published: 2 blocks of width 50."""
+    """Return a recipe for SASRec on ml-1m as published: 2 blocks of width 50."""
     return _ml_1m_recipe("sasrec_ml1m", SASRecConfig)
 
 
 def hstu_ml1m() -> Recipe:
-    """Train HSTU on ml-1m as published: 2 layers of width 50."""
+    """Return a recipe for HSTU on ml-1m as published: 2 layers of width 50."""
     return _ml_1m_recipe("hstu_ml1m", HSTUConfig)
 
 
 def hstu_large_ml1m() -> Recipe:
-    """Train HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
+    """Return a recipe for HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
     return _ml_1m_recipe("hstu_large_ml1m", HSTUConfig, num_blocks=8, num_heads=2)
 
 
 def sasrec_ml20m() -> Recipe:
-    """Train SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
+    """Return a recipe for SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
     return _ml_20m_recipe("sasrec_ml20m", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_ml20m() -> Recipe:
-    """Train HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
+    """Return a recipe for HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
     return _ml_20m_recipe("hstu_ml20m", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_ml20m() -> Recipe:
-    """Train HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
+    """Return a recipe for HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
     return _ml_20m_recipe("hstu_large_ml20m", HSTUConfig, num_blocks=16, num_heads=8)
 
 
 def sasrec_books() -> Recipe:
-    """Train SASRec on Amazon's ratings of books as published: 4 blocks of width 64 with 4 heads."""
+    """Return a recipe for SASRec on Amazon books as published: 4 blocks of width 64 with 4 heads."""
     return _books_recipe("sasrec_books", SASRecConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_books() -> Recipe:
-    """Train HSTU on Amazon's ratings of books as published: 4 layers of width 64 with 4 heads."""
+    """Return a recipe for HSTU on Amazon books as published: 4 layers of width 64 with 4 heads."""
     return _books_recipe("hstu_books", HSTUConfig, num_blocks=4, num_heads=4)
 
 
 def hstu_large_books() -> Recipe:
-    """Train HSTU-large on Amazon's ratings of books as published: 16 layers of width 64 with 8 heads."""
+    """Return a recipe for HSTU-large on Amazon books as published: 16 layers of width 64 with 8 heads."""
     return _books_recipe("hstu_large_books", HSTUConfig, num_blocks=16, num_heads=8)
 
 

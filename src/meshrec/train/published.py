@@ -83,7 +83,10 @@ def csv_to_parquet(
 
 
 def criteo_kaggle() -> Recipe:
-    """Train DeepFM on Criteo's Kaggle data (criteo_kaggle/train.parquet). BARS reports AUC 0.8143."""
+    """Return a recipe for DeepFM on Criteo's Kaggle data (criteo_kaggle/train.parquet).
+
+    BARS reports AUC 0.8143.
+    """
     from meshrec.data.features import Buckets, Features, Label, Number, Vocabulary
 
     counts, names = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
@@ -100,7 +103,10 @@ def criteo_kaggle() -> Recipe:
 
 
 def avazu() -> Recipe:
-    """Train DeepFM on Avazu's Kaggle data (avazu/train.parquet). BARS reports AUC 0.7930 (Avazu_x4)."""
+    """Return a recipe for DeepFM on Avazu's Kaggle data (avazu/train.parquet).
+
+    BARS reports AUC 0.7930 for Avazu_x4.
+    """
     from meshrec.data.features import DatePart, Features, Label, Number, Vocabulary
 
     features = Features(
@@ -116,7 +122,7 @@ def avazu() -> Recipe:
 
 
 def movielens_20m() -> Recipe:
-    """Train DCN-v2 on ml-20m: will this user like this movie?
+    """Return a recipe for DCN-v2 on ml-20m: will this user like this movie?
 
     BARS does not report a metric for this task. The most similar BARS data set is MovielensLatest_x1, which
     has tags instead of ratings. DCN-v2 reaches AUC 0.9606 on it.

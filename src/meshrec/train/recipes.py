@@ -37,7 +37,7 @@ PATH_FIELDS = ("train", "validation", "test", "log")
 
 
 def movielens_dlrm() -> Recipe:
-    """Train DLRM on the MovieLens ratings: will this user like this movie?"""
+    """Return a recipe for DLRM on MovieLens ratings: will this user like this movie?"""
     return Recipe(
         name="movielens_dlrm",
         data=MovieLens(),
@@ -52,7 +52,7 @@ def movielens_dlrm() -> Recipe:
 
 
 def synthetic_clicks() -> Recipe:
-    """Train DLRM on synthetic clicks: how close does it come to the best possible AUC?"""
+    """Return a recipe for DLRM on synthetic clicks: how close does it come to the best possible AUC?"""
     return Recipe(
         name="synthetic_clicks",
         data=SyntheticClicks(),
@@ -65,7 +65,7 @@ def synthetic_clicks() -> Recipe:
 
 
 def dlrm_benchmark() -> Recipe:
-    """Train the DLRM of the step benchmark: 26 tables of 100,000 rows x 64, 4 ids in each bag."""
+    """Return a recipe for DLRM as in the step benchmark: 26 tables of 100,000 rows x 64, 4 IDs per bag."""
     return Recipe(
         name="dlrm_benchmark",
         data=SyntheticClicks(
@@ -78,24 +78,24 @@ def dlrm_benchmark() -> Recipe:
 
 
 def din() -> Recipe:
-    """Train DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
+    """Return a recipe for DIN on MovieLens ratings: will this user like this movie, given earlier ratings?"""
     return _movielens_recipe("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
 
 
 def deepfm() -> Recipe:
-    """Train DeepFM on the MovieLens ratings: will this user like this movie?"""
+    """Return a recipe for DeepFM on MovieLens ratings: will this user like this movie?"""
     return _movielens_recipe("deepfm", DeepFMConfig(embedding_dim=64, bottom=(32,), deep=(256, 128)))
 
 
 def dcn() -> Recipe:
-    """Train DCN-v2 (DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
+    """Return a recipe for DCN-v2 (DLRM-DCN) on MovieLens ratings: will this user like this movie?"""
     return _movielens_recipe(
         "dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64)
     )
 
 
 def mmoe() -> Recipe:
-    """Train MMoE on the MovieLens ratings: will this user like this movie, and give it five stars?"""
+    """Return a recipe for MMoE on MovieLens ratings: will this user like this movie, and give it 5 stars?"""
     return dataclasses.replace(
         _movielens_recipe("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
         data=MovieLens(liked_from=(4.0, 5.0)),
