@@ -15,7 +15,7 @@ from meshrec.data.features.values import microseconds_of
 from meshrec.data.log_columns import LogColumns
 from meshrec.data.logs import (
     LogTable,
-    counted_rows,
+    filter_log,
     fit_log,
     interactions,
     requests_of_histories,
@@ -39,7 +39,7 @@ def table(**more) -> pa.Table:
 
 def read(columns=COLUMNS, data=None, **options):
     data = table() if data is None else data
-    rows = counted_rows(LogTable("log", data, columns), Faults("raise"))
+    rows = filter_log(LogTable("log", data, columns), Faults("raise"))
     return interactions(rows, fit_log(rows, users=False), num_rows=data.num_rows, **options)
 
 
@@ -85,14 +85,12 @@ def test_items_have_their_features_and_hashed_keys():
 
 
 def test_another_log_leaves_out_items_that_training_did_not_meet(caplog):
-    rows = counted_rows(LogTable("log", table(), COLUMNS), Faults("raise"))
+    rows = filter_log(LogTable("log", table(), COLUMNS), Faults("raise"))
     features = fit_log(rows, users=False)
-    other = counted_rows(
-        LogTable("new", table(what=["x", "y", "w", "w", "z", "z"]), COLUMNS), Faults("raise")
-    )
+    other = filter_log(LogTable("new", table(what=["x", "y", "w", "w", "z", "z"]), COLUMNS), Faults("raise"))
     assert interactions(other, features, num_rows=6).log.rows.tolist() == [0, 5, 1, 4]
     assert "new: left out 2 rows of items that training did not meet" in caplog.text
-    strange = counted_rows(LogTable("new", table(what=["w"] * 6), COLUMNS), Faults("raise"))
+    strange = filter_log(LogTable("new", table(what=["w"] * 6), COLUMNS), Faults("raise"))
     log, users = interactions(strange, features, num_rows=6)
     assert (len(log.items), log.num_users, users.to_pylist()) == (0, 3, ["b", "a", "c"])
     assert "No row is left: compare the columns" in caplog.text
@@ -115,7 +113,7 @@ def test_times_in_all_forms(unit):
 
 
 def test_requests_have_lists_of_the_items_and_times_of_a_history():
-    rows = counted_rows(LogTable("log", table(), COLUMNS), Faults("raise"))
+    rows = filter_log(LogTable("log", table(), COLUMNS), Faults("raise"))
     item = vocabulary_of(fit_log(rows, users=False), "item")
     features, schema = requests_of_histories(item, history=2, times=True)
     assert schema.names == ["history", "times", "seen"]
@@ -169,7 +167,7 @@ def test_damage_is_told():
 
 def test_damaged_rows_can_be_skipped():
     faults = Faults("skip")
-    rows = counted_rows(LogTable("log", table(who=["b", None, "a", "b", "c", "a"]), COLUMNS), faults)
+    rows = filter_log(LogTable("log", table(who=["b", None, "a", "b", "c", "a"]), COLUMNS), faults)
     assert rows.table["row"].to_pylist() == [0, 2, 3, 4, 5]
     assert list(faults.by_file) == ["log"]
 

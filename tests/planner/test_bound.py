@@ -78,8 +78,8 @@ def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile, factor)
         mine = problem.type_C == kind
         allowed = small_C[mine] if small_C[mine].any() else excess_C[mine] <= excess_C[mine].min()
         np.testing.assert_array_equal(box.admitted_C[mine], allowed)
-    assert not box.share_C[~box.admitted_C].any()
-    np.testing.assert_allclose(np.bincount(problem.type_C, box.share_C), np.bincount(problem.type_T))
+    assert not box.num_tables_C[~box.admitted_C].any()
+    np.testing.assert_allclose(np.bincount(problem.type_C, box.num_tables_C), np.bincount(problem.type_T))
     assert not box.admitted_C.all()
     assert box.bound >= root.bound * (1 - 1e-9)
 

@@ -24,12 +24,12 @@ def problem(profile):
 
 
 def test_rounding_keeps_the_number_of_tables(problem):
-    share_C = np.zeros(len(problem.type_C))
+    num_tables_C = np.zeros(len(problem.type_C))
     first = np.flatnonzero(problem.type_C == 0)
-    share_C[first[:3]] = [1.4, 1.4, 2.2]
-    share_C[np.flatnonzero(problem.type_C == 1)[2]] = 1.0
-    choice_T = round_choice(problem, share_C)
-    assert np.bincount(choice_T, minlength=len(share_C))[first[:3]].tolist() == [2, 1, 2]
+    num_tables_C[first[:3]] = [1.4, 1.4, 2.2]
+    num_tables_C[np.flatnonzero(problem.type_C == 1)[2]] = 1.0
+    choice_T = round_choice(problem, num_tables_C)
+    assert np.bincount(choice_T, minlength=len(num_tables_C))[first[:3]].tolist() == [2, 1, 2]
     assert problem.type_C[choice_T].tolist() == problem.type_T.tolist()
 
 
@@ -49,7 +49,7 @@ def test_the_largest_table_goes_first(problem):
 def test_every_table_finds_a_place(problem):
     everything = np.ones(len(problem.type_C), bool)
     box = LowerBound(problem, everything).best_box
-    state = construct(problem, box.share_C, candidates_by_type(problem, everything))
+    state = construct(problem, box.num_tables_C, candidates_by_type(problem, everything))
     assert all(placement is not None for placement in state.placements_T)
     assert state.fits()
 

@@ -41,11 +41,11 @@ def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, placed_unevenly
     load_RK = sum(placed_unevenly(problem, candidate, generator) for candidate in candidate_T)
     scale = load_RK.max(axis=0).sum() + 1e-9
     upper_K = load_RK.max(axis=0) / scale * generator.uniform(1.0, 1.1)
-    share_C = np.bincount(candidate_T, minlength=len(problem.type_C)).astype(float)
-    other_C = generator.uniform(0, 3, len(share_C))
+    num_tables_C = np.bincount(candidate_T, minlength=len(problem.type_C)).astype(float)
+    other_C = generator.uniform(0, 3, len(num_tables_C))
     rounding = Rounding(problem, scale)
-    for cut in rounding.violated(other_C, upper_K, np.ones(len(share_C), bool)):
-        assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
+    for cut in rounding.violated(other_C, upper_K, np.ones(len(num_tables_C), bool)):
+        assert cut.value_N @ num_tables_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
 
 
 def test_least_loads_keep_the_least_columns(profile):
@@ -63,8 +63,8 @@ def test_least_loads_keep_the_least_columns(profile):
     assert shares[(1, 2)] == pytest.approx(0.0)
 
 
-def value(cut, share_C, slowest_K):
-    return cut.value_N @ share_C[cut.candidate_N] + cut.slope * slowest_K[cut.phase]
+def value(cut, num_tables_C, slowest_K):
+    return cut.value_N @ num_tables_C[cut.candidate_N] + cut.slope * slowest_K[cut.phase]
 
 
 @settings(max_examples=100, deadline=None)
@@ -77,15 +77,15 @@ def test_no_choice_violates_a_row(make_tables, profile, seed, num_tables):
     tables += [tables[0].__class__(**{**vars(tables[0]), "name": "twin"})]
     problem = build_problem(CostModel(tables, machine, batch_size=64), {})
     chosen_T = [generator.choice(np.flatnonzero(problem.type_C == kind)) for kind in problem.type_T]
-    share_C = np.bincount(chosen_T, minlength=len(problem.type_C)).astype(float)
+    num_tables_C = np.bincount(chosen_T, minlength=len(problem.type_C)).astype(float)
     slowest_K = problem.largest_load_CK()[chosen_T].max(axis=0)
     lower_K = slowest_K * generator.uniform(0, 1, len(slowest_K))
-    mixed_C = generator.dirichlet(np.full(len(share_C), 0.3)) * len(tables)
-    everything = np.ones(len(share_C), bool)
+    mixed_C = generator.dirichlet(np.full(len(num_tables_C), 0.3)) * len(tables)
+    everything = np.ones(len(num_tables_C), bool)
     found = LargestPieces(problem, 1.0).violated(mixed_C, lower_K * 1.01, lower_K, everything)
     for cut in found:
         assert value(cut, mixed_C, lower_K * 1.01) > cut.limit
-        assert value(cut, share_C, slowest_K) <= cut.limit + 1e-12 + 1e-9 * slowest_K.sum()
+        assert value(cut, num_tables_C, slowest_K) <= cut.limit + 1e-12 + 1e-9 * slowest_K.sum()
         assert cut.holds(lower_K, lower_K + 1)
         assert not cut.holds(lower_K - 1, lower_K)
 
@@ -99,9 +99,9 @@ def test_half_of_a_large_piece_is_more_than_half_of_it(profile):
     problem = build_problem(CostModel(tables, machine, batch_size=64), constraints)
     small_K, large_K = np.sort(problem.largest_load_CK(), axis=0)
     differs = np.flatnonzero(large_K > 1.5 * small_K)
-    pieces, share_C, everything = LargestPieces(problem, 1.0), np.array([0.5, 0.5]), np.ones(2, bool)
+    pieces, num_tables_C, everything = LargestPieces(problem, 1.0), np.array([0.5, 0.5]), np.ones(2, bool)
     for lower_K in (0 * small_K, (small_K + large_K) / 2):
         expected_K = (np.maximum(small_K, lower_K) + large_K) / 2
-        found = pieces.violated(share_C, 0.97 * expected_K, lower_K, everything)
+        found = pieces.violated(num_tables_C, 0.97 * expected_K, lower_K, everything)
         assert set(differs) <= {cut.phase for cut in found}
-        assert not pieces.violated(share_C, 1.001 * expected_K, lower_K, everything)
+        assert not pieces.violated(num_tables_C, 1.001 * expected_K, lower_K, everything)

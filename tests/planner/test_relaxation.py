@@ -25,7 +25,7 @@ def test_all_tables_cost_more_than_the_cheapest_candidates(problem):
     total_C = problem.common_cost_C + problem.mean_load_CK().sum(axis=1)
     cheapest = sum(total_C[problem.type_C == kind].min() for kind in problem.type_T)
     assert found.bound >= cheapest * (1 - 1e-9)
-    assert (found.share_C @ problem.mean_load_CK() <= found.slowest_K + 1e-9).all()
+    assert (found.num_tables_C @ problem.mean_load_CK() <= found.slowest_K + 1e-9).all()
     assert (found.cut_at_K >= found.slowest_K - 1e-12).all()
 
 
@@ -34,9 +34,9 @@ def test_large_pieces_are_out_of_small_boxes(problem):
     whole = solved(problem, relaxation)
     phase = int(problem.load_PK.sum(axis=0).argmax())
     upper_K, everything = np.full(problem.load_PK.shape[1], 1e3), np.ones(len(problem.type_C), bool)
-    upper_K[phase] = 0.7 * problem.largest_load_CK()[whole.share_C > 1e-7, phase].max()
+    upper_K[phase] = 0.7 * problem.largest_load_CK()[whole.num_tables_C > 1e-7, phase].max()
     cut = relaxation.solve(0 * upper_K, upper_K, everything, np.inf, 8)
-    used = cut.share_C > 1e-7
+    used = cut.num_tables_C > 1e-7
     assert (problem.largest_load_CK()[used, phase] <= upper_K[phase] * (1 + 1e-9)).all()
     assert cut.bound >= whole.bound
     upper_K[phase] = 0.95 * whole.slowest_K[phase]

@@ -153,7 +153,7 @@ def test_the_search_ends_where_only_a_way_without_starts_could_be_faster(make_ta
     def without_starts(method, nothing):
         return lambda entrant, *args: method(entrant, *args) if entrant.fixed_seconds else nothing
 
-    for name, nothing in (("start", None), ("start_from_memory", None), ("new_attempts", [])):
+    for name, nothing in (("start", None), ("memory_balanced_start", None), ("new_attempts", [])):
         monkeypatch.setattr(
             _CollectiveSetSearch, name, without_starts(getattr(_CollectiveSetSearch, name), nothing)
         )

@@ -9,7 +9,7 @@ import torch
 
 from meshrec import EmbeddingCollection, EmbeddingConfig
 from meshrec.export import PackageError, Predictor, check_package, export
-from meshrec.export.incremental import Encoder, IncrementalQueries
+from meshrec.export.incremental import EncoderSpec, IncrementalQueries
 from meshrec.export.next_items import NextItemQuery, RankedItems
 from meshrec.models import HSTU, GRU4Rec, HistoryFeatures, SampledSoftmax
 from tests.export.conftest import torchs_own_warnings
@@ -191,9 +191,9 @@ def test_a_model_that_keeps_nothing_says_so(folder, monkeypatch, caplog):
 def test_weights_of_another_form_are_refused(folder):
     predictor = Predictor(folder / "hstu")
     encoder = predictor.items.encoder
-    assert Encoder.from_json(encoder.to_json()) == encoder
+    assert EncoderSpec.from_json(encoder.to_json()) == encoder
     other = encoder._replace(sizes={**encoder.sizes, "num_blocks": encoder.sizes["num_blocks"] + 1})
     with pytest.raises(PackageError, match="Export"):
         IncrementalQueries(other, predictor.weights, normalise=True)
     with pytest.raises(PackageError, match="'LSTM'"):
-        Encoder.from_json(encoder.to_json().replace("HSTU", "LSTM"))
+        EncoderSpec.from_json(encoder.to_json().replace("HSTU", "LSTM"))

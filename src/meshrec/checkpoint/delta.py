@@ -91,16 +91,20 @@ class RowTracker:
                 rank.
         """
         axis, path = ranks_of(None), Path(path)
-        # Filled by `read`, because `agreed` would send a result to all ranks.
+        # Filled by `collect`, because `agreed` would send a result to all ranks.
         pieces: list[tuple[str, _LocalRows, int]] = []
 
-        def read() -> None:
-            """Collect this rank's changed rows for all tracked tables in ``pieces``."""
+        def collect() -> None:
+            """Append this rank's changed rows, and its rows in ``also``, per tracked table to ``pieces``.
+
+            Raises:
+                ValueError: see ``export``.
+            """
             self._check(since)
             pieces.extend(self._pieces(since, also or {}))
 
         # All ranks must have read before any rank gathers. Otherwise the others would wait for a failed rank.
-        agreed(axis, read, "exporting touched rows")
+        agreed(axis, collect, "exporting touched rows")
         counts = Exported({}, {})
         tensors: dict[str, Tensor] = {}
         errors: list[Exception] = []

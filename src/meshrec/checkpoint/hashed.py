@@ -87,7 +87,7 @@ def check_fits(target: HashedTarget, manifest: Manifest, prefix: str) -> None:
             f"{name} has shape {list(shape)} in the checkpoint, and the table has "
             f"{storage.part_column(storage.dim)} columns. Load it into a model of the same size."
         )
-    for part in storage.form.row_parts:
+    for part in storage.row_format.row_parts:
         record = manifest.tensors.get(f"{prefix}{part.name}")
         # Floating-point rows are converted when they are loaded. Codes cannot be converted.
         if record is None or (storage.bits and record.dtype != part.dtype):

@@ -284,12 +284,12 @@ def _with_times(table: "pa.Table", column: str | None, time_format: str | None) 
     if column is None or time_format is None:
         return table
     from meshrec.data.faults import DataError
-    from meshrec.data.features.values import kind_of, parsed_times, whole
+    from meshrec.data.features.values import kind_of, parse_times, whole
 
     if column not in table.column_names or kind_of(table[column].type) != "text":
         return table
     try:
-        times = parsed_times(whole(table[column]), time_format)
+        times = parse_times(whole(table[column]), time_format)
     except DataError as error:
         raise DataError(
             f"--time-format: column {column!r}: {error}. Give the format of all its texts."

@@ -11,7 +11,7 @@ from meshrec.data.features.values import microseconds_of
 from meshrec.data.hashing import codes_of
 from meshrec.data.interactions import HISTORY
 from meshrec.data.log_columns import ITEM, USER, LogColumns
-from meshrec.data.logs import LogTable, counted_rows
+from meshrec.data.logs import LogTable, filter_log
 from meshrec.data.movielens import ratings_before
 from meshrec.data.nearest import missing_column
 from meshrec.data.next_item_data import check_history
@@ -38,7 +38,7 @@ def features_of_clicks(columns: LogColumns, label: str, history: int) -> Feature
 
 
 def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> pa.Table:
-    """Return the rows from `counted_rows`, with a column ``history``: the items that the user clicked before.
+    """Return the rows from `filter_log`, with a column ``history``: the items that the user clicked before.
 
     A history has the oldest item first, and only clicks before the row's time: simultaneous clicks are not
     included. If the log has a column ``history``, that column is kept. The time column becomes a timestamp.
@@ -56,7 +56,7 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
     names = log.table.column_names
     if label not in names:
         raise missing_column(log.name, label, names)
-    name, table, columns, _ = counted_rows(log, faults)
+    name, table, columns, _ = filter_log(log, faults)
     items = table[columns.item].combine_chunks()
     times = microseconds_of(table[columns.time].combine_chunks(), columns.time_unit)
     position = table.column_names.index(columns.time)

@@ -18,7 +18,7 @@ as the stage's inputs have not changed:
 A run also stores the results of passes over the whole sorted log, such as item counts, in ``derived-*/``.
 Later runs with the same options map these files, and so start without a pass.
 
-The results equal those of the in-memory functions `meshrec.data.logs.counted_rows`, `fit_log` and
+The results equal those of the in-memory functions `meshrec.data.logs.filter_log`, `fit_log` and
 `interactions`.
 """
 
@@ -69,7 +69,7 @@ _DERIVED_VERSION = 1
 def fit_histories(log: LogFiles, folder: Path, faults: Faults, *, users: bool, memory: int) -> Features:
     """Fit the vocabularies for a log on disk; build missing stages (see [Note: histories on disk]).
 
-    The result equals that of `fit_log` for the rows from `counted_rows`.
+    The result equals that of `fit_log` for the rows from `filter_log`.
 
     Args:
         log: log files, and the options deciding which rows are valid.
@@ -97,7 +97,7 @@ def open_histories(
 ) -> LoggedUsers:
     """Return the memory-mapped interactions in a log on disk; build missing stages.
 
-    See [Note: histories on disk]. The result equals that of `interactions` for the rows from `counted_rows`.
+    See [Note: histories on disk]. The result equals that of `interactions` for the rows from `filter_log`.
 
     Args:
         log: log files, and the options deciding which rows are valid.

@@ -447,7 +447,7 @@ def _report(
 ) -> None:
     """Report rows without user, item or time, with one message per column for the whole log.
 
-    Messages equal those of `counted_rows`.
+    Messages equal those of `filter_log`.
 
     Args:
         log: log files and options.

@@ -1,6 +1,6 @@
 """Interaction logs from in-memory tables with a user, an item and a time per row.
 
-`counted_rows` filters the rows, `fit_log` fits vocabularies on them, and `interactions` sorts them by user
+`filter_log` filters the rows, `fit_log` fits vocabularies on them, and `interactions` sorts them by user
 and time. ``histories.py`` does the same for logs larger than memory.
 """
 
@@ -21,7 +21,7 @@ from meshrec.data.faults import DataError, Faults, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
 from meshrec.data.features.merging import merge_ranks
 from meshrec.data.features.sketches import max_sample_hash, smallest_row_hashes
-from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parsed_times, whole
+from meshrec.data.features.values import is_missing, kind_of, microseconds_of, one_number, parse_times, whole
 from meshrec.data.frames import column_names
 from meshrec.data.hashing import codes_of
 from meshrec.data.in_memory import Ranges
@@ -85,7 +85,7 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
         table = table.filter(pa.array(valid))
     if columns.time_format is not None and kind_of(table[columns.time].type) == "text":
         try:
-            times = parsed_times(whole(table[columns.time]), columns.time_format)
+            times = parse_times(whole(table[columns.time]), columns.time_format)
         except DataError as error:
             raise DataError(
                 f"{name}: column {columns.time!r}: {error}. Change time_format, or the data"
@@ -94,7 +94,7 @@ def valid_rows(log: LogTable, check: Callable[[Bools, Bools, str], None]) -> pa.
     return table
 
 
-def counted_rows(log: LogTable, faults: Faults) -> LogTable:
+def filter_log(log: LogTable, faults: Faults) -> LogTable:
     """Return a log with only the rows that pass the value filters and the minimum user and item counts.
 
     A row needs a user, an item and a time, and must pass the filters on actions and ratings. Its user and its
@@ -153,7 +153,7 @@ def log_features(columns: LogColumns, *, users: bool) -> Features:
 
 
 def fit_log(log: LogTable, *, users: bool) -> Features:
-    """Fit the vocabularies from `log_features` on rows from `counted_rows`."""
+    """Fit the vocabularies from `log_features` on rows from `filter_log`."""
     return log_features(log.columns, users=users).fit([log.table])
 
 
@@ -161,7 +161,7 @@ def fit_log_on_ranks(log: LogTable, axis: Axis, *, users: bool) -> Features | No
     """Fit the vocabularies as `fit_log` does, of which every rank counts a share of the rows. Collective.
 
     Args:
-        log: rows from `counted_rows`, the same on all ranks.
+        log: rows from `filter_log`, the same on all ranks.
         axis: the ranks.
         users: whether users are a feature, too.
 
@@ -206,7 +206,7 @@ def interactions(
     without interactions. A user outside the user vocabulary gets a number, but no ID.
 
     Args:
-        log: rows from `counted_rows`.
+        log: rows from `filter_log`.
         features: fitted features, from `fit_log`.
         num_rows: row count in the original log.
         hashed: feature hashing items to keys, for a hashed item table. None: an item ID is the row in a table

@@ -294,7 +294,7 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     # A user's interactions are sorted by time, so the count before a moment gives the first index from it on.
     first_validation, first_test = (log.firsts + _num_before(log, moment) for moment in (start, end))
 
-    def drop_other_users(indices: Ints) -> Ints:
+    def drop_missing(indices: Ints) -> Ints:
         """Return only the indices of users with an interaction at or after a period's start.
 
         Args:
@@ -303,7 +303,7 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
         """
         return indices[indices < log.stops]
 
-    held_out = drop_other_users(first_validation), drop_other_users(first_test)
+    held_out = drop_missing(first_validation), drop_missing(first_test)
     # If the first interaction after ``start`` is after ``end`` too, it is a test item only.
     held_out = held_out[0][log.times[held_out[0]] < end], held_out[1]
     for name, part in zip(("validation", "test"), held_out, strict=True):

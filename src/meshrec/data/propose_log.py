@@ -13,7 +13,7 @@ from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.values import TimeUnit, is_text, kind_of, microseconds_of
 from meshrec.data.frames import read_columns
 from meshrec.data.log_columns import LogColumns
-from meshrec.data.logs import LogTable, counted_rows, sorted_order
+from meshrec.data.logs import LogTable, filter_log, sorted_order
 from meshrec.data.samples import Ints
 
 _UNITS: tuple[tuple[float, TimeUnit], ...] = ((1e11, "s"), (1e14, "ms"), (1e17, "us"), (float("inf"), "ns"))
@@ -63,7 +63,7 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
     if columns.time in table.column_names:
         columns, reason = _with_unit(table[columns.time].combine_chunks(), columns)
         reasons += [reason] if reason else []
-    rows = counted_rows(LogTable(str(paths), table, columns, paths), faults).table
+    rows = filter_log(LogTable(str(paths), table, columns, paths), faults).table
     users, items = (_sorted_codes(rows[name]) for name in (columns.user, columns.item))
     times = microseconds_of(rows[columns.time].combine_chunks(), columns.time_unit)
     # The last key is the primary one: sort by user, then by time. Ties keep the data order.

@@ -429,7 +429,7 @@ def compile_routing(
     whole_rows = [
         t
         for t, (rule, storage) in enumerate(zip(rules, storages, strict=True))
-        if rule is not None and (rule.spec.formula.row_sums or storage.needs_whole_rows)
+        if rule is not None and (rule.spec.formula.row_sums or storage.needs_row_sums)
     ]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.mesh import Axis, group_device
-from meshrec.tables.streamed import StreamedPart, is_same
+from meshrec.tables.streamed import StreamedPart, is_same_data
 from meshrec.tables.table import Rectangle
 
 _aten = torch.ops.aten
@@ -76,7 +76,7 @@ class LocalRectangles(Tensor):
         """Copy values from a full tensor, or from a tensor with the same rectangles."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
             # Copying a tensor to itself is skipped.
-            if not is_same(part, values):
+            if not is_same_data(part, values):
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:

@@ -28,7 +28,7 @@ from meshrec.sparse import KeyedJaggedTensor
 # B samples, N items in all histories
 
 
-class Encoder(NamedTuple):
+class EncoderSpec(NamedTuple):
     """Description from which a next-item model with a KV cache can be rebuilt.
 
     Attributes:
@@ -50,7 +50,7 @@ class Encoder(NamedTuple):
     has_repeats: bool = False
 
     @staticmethod
-    def of(model: nn.Module) -> "Encoder | None":
+    def of(model: nn.Module) -> "EncoderSpec | None":
         """Describe a model's architecture.
 
         Returns:
@@ -65,14 +65,16 @@ class Encoder(NamedTuple):
             return None
         table = (config.name, config.num_embeddings, config.embedding_dim)
         has_repeats = model.repeats is not None
-        return Encoder(HSTU.__name__, model.features, table, model.sizes, model.scores_new_users, has_repeats)
+        return EncoderSpec(
+            HSTU.__name__, model.features, table, model.sizes, model.scores_new_users, has_repeats
+        )
 
     def to_json(self) -> str:
         """Return the architecture as JSON, for `from_json`."""
         return json.dumps(self._asdict() | {"features": self.features._asdict()})
 
     @staticmethod
-    def from_json(text: str | bytes) -> "Encoder":
+    def from_json(text: str | bytes) -> "EncoderSpec":
         """Create an architecture from `to_json` output.
 
         Raises:
@@ -80,7 +82,7 @@ class Encoder(NamedTuple):
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            encoder = Encoder(**{**values, "features": HistoryFeatures(**values["features"])})
+            encoder = EncoderSpec(**{**values, "features": HistoryFeatures(**values["features"])})
         except (ValueError, TypeError, KeyError) as error:
             raise PackageError(
                 f"the package's encoder description is invalid ({error}). Export it again."
@@ -110,7 +112,7 @@ class IncrementalQueries:
         PackageError: the weights do not match the architecture.
     """
 
-    def __init__(self, encoder: Encoder, weights: Mapping[str, Tensor], *, normalise: bool) -> None:
+    def __init__(self, encoder: EncoderSpec, weights: Mapping[str, Tensor], *, normalise: bool) -> None:
         names, (table, num_rows, width) = encoder.features, encoder.table
         # The first two features, history and target item, share the item table.
         config = EmbeddingConfig(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshrec.data.faults import needs
 from meshrec.data.samples import Floats, Ints
-from meshrec.export.incremental import Encoder
+from meshrec.export.incremental import EncoderSpec
 from meshrec.models import DotProduct, HistoryModel
 from meshrec.models.next_item import add_repeat_scores
 from meshrec.models.repeats import RepeatedItems, repeated_items
@@ -48,7 +48,7 @@ class NextItemQuery(nn.Module):
                 "vector per history. Train with the similarity dot or cosine."
             )
         self.similarity = model.similarity
-        self._encoder = Encoder.of(model)
+        self._encoder = EncoderSpec.of(model)
         # A shallow copy, so that removing modules does not change the caller's model.
         self.model = copy.copy(model)
         # Queries need neither the training sampler, nor trends and new users' scores, which are stored with
@@ -67,7 +67,7 @@ class NextItemQuery(nn.Module):
         return self.model.features.times is not None
 
     @property
-    def encoder(self) -> Encoder | None:
+    def encoder(self) -> EncoderSpec | None:
         """Model architecture, from which Python rebuilds the model; None without KV cache support."""
         return self._encoder
 
@@ -119,7 +119,7 @@ class RankedItems(NamedTuple):
     weight: str
     normalise: bool
     scale: float
-    encoder: Encoder | None = None
+    encoder: EncoderSpec | None = None
     new_user_scores_I: Floats | None = None
     keep_seen: bool = False
     repeats: str | None = None
@@ -260,7 +260,7 @@ class RankedItems(NamedTuple):
             about[_WEIGHT].decode(),
             about[_NORMALISE] == b"1",
             float(about[_SCALE]),
-            Encoder.from_json(about[_ENCODER]) if _ENCODER in about else None,
+            EncoderSpec.from_json(about[_ENCODER]) if _ENCODER in about else None,
             scores("new_user_score"),
             about.get(_KEEP_SEEN) == b"1",
             about[_REPEATS].decode() if _REPEATS in about else None,

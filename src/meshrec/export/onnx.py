@@ -119,7 +119,9 @@ class OnnxModel(nn.Module):
     ) -> None:
         super().__init__()
         collections = {
-            id(child): _PlainBags(child) for child in model.modules() if isinstance(child, TableCollection)
+            id(child): _OnnxEmbeddingBags(child)
+            for child in model.modules()
+            if isinstance(child, TableCollection)
         }
         self._bags = list(collections.values())
         self.model = collections.get(id(model)) or copy_except(model, collections)
@@ -145,7 +147,7 @@ class OnnxModel(nn.Module):
         return self._scores(outputs.reshape(-1).float())
 
 
-class _PlainBags(nn.Module):
+class _OnnxEmbeddingBags(nn.Module):
     """EmbeddingBagCollection replacement that pools with ONNX operators only.
 
     Args:

@@ -46,11 +46,11 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
             parts / "1" / PACKAGE,
             copy_function=lambda source, target: link(Path(source), Path(target)),
         )
-        (parts / "config.pbtxt").write_text(_config(name, manifest))
+        (parts / "config.pbtxt").write_text(_config_text(name, manifest))
     return folder
 
 
-def _config(name: str, manifest: dict[str, Any]) -> str:
+def _config_text(name: str, manifest: dict[str, Any]) -> str:
     """Return the text of ``config.pbtxt`` for the Triton Inference Server.
 
     Inputs are the dense values, if the model has any, and the IDs and lengths of every feature. The output is

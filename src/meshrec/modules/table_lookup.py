@@ -276,7 +276,7 @@ class TableLookup:
         """
         num_keys = lookups.num_keys
         # A key has a single reader: lookups that share a feature read copies of the key, see _split_keys.
-        readers = {
+        rows_by_feature = {
             key: FeatureRows([indexes[table]], 0, seeds.get(table))
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
             if table in indexes
@@ -284,7 +284,12 @@ class TableLookup:
         bounds = key_bounds(lookups.offsets, lookups.segments, num_keys)
         train = torch.is_grad_enabled()
         values, pins = replace_ids_by_slots(
-            lookups.values, bounds, readers, num_keys=num_keys, train=train, used_immediately=not train
+            lookups.values,
+            bounds,
+            rows_by_feature,
+            num_keys=num_keys,
+            train=train,
+            used_immediately=not train,
         )
         # Pins live as long as the values tensor. Eviction must not reuse a slot that a backward still needs.
         pin(values, [*pins_of(lookups.values), *pins])

@@ -46,7 +46,7 @@ def _split_by_type(problem: Problem) -> list[Ints]:
     return np.split(candidates, np.searchsorted(problem.type_C, np.arange(1, int(problem.type_C.max()) + 1)))
 
 
-def round_choice(problem: Problem, share_C: Floats) -> Ints:
+def round_choice(problem: Problem, num_tables_C: Floats) -> Ints:
     """Select a candidate per table by rounding the relaxation.
 
     For every type of identical tables, the relaxation gives a fractional table count per candidate (way to
@@ -55,7 +55,7 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
 
     Args:
         problem: planning problem.
-        share_C: tables per candidate in the relaxation.
+        num_tables_C: tables per candidate in the relaxation.
 
     Returns:
         Candidate index per table, int64 [T].
@@ -64,12 +64,12 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
     for kind, candidates in enumerate(_split_by_type(problem)):
         tables = np.flatnonzero(problem.type_T == kind)
         # The tolerance of the linear program may put an integer slightly below.
-        counts = np.floor(share_C[candidates] + 1e-6).astype(int)
-        fraction = share_C[candidates] - counts
+        counts = np.floor(num_tables_C[candidates] + 1e-6).astype(int)
+        fraction = num_tables_C[candidates] - counts
         for index in np.argsort(-fraction, kind="stable")[: max(len(tables) - counts.sum(), 0)]:
             counts[index] += 1
         # An unsolved relaxation has zero shares.
-        counts[int(np.argmax(share_C[candidates]))] += max(len(tables) - counts.sum(), 0)
+        counts[int(np.argmax(num_tables_C[candidates]))] += max(len(tables) - counts.sum(), 0)
         choice_T[tables] = np.repeat(candidates, counts)[: len(tables)]
     return choice_T
 
@@ -84,22 +84,22 @@ def table_order(problem: Problem, choice_T: Ints) -> Ints:
     return np.argsort(-size_C[choice_T], kind="stable")
 
 
-def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
+def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) -> State | None:
     """Place every table with the candidate which the rounded relaxation suggests, largest pieces first.
 
     If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
     Args:
         problem: planning problem.
-        share_C: tables per candidate in the relaxation, fractional.
+        num_tables_C: tables per candidate in the relaxation, fractional.
         candidates_Y: candidate indices to use per type.
 
     Returns:
         The complete plan, or None if memory does not suffice.
     """
-    choice_T = round_choice(problem, share_C)
+    choice_T = round_choice(problem, num_tables_C)
     # The relaxation's mean loads tell which phases will matter, before any table is placed.
-    state = State(problem, share_C @ problem.mean_load_CK())
+    state = State(problem, num_tables_C @ problem.mean_load_CK())
     for table in table_order(problem, choice_T):
         rounded, alternatives = choice_T[table : table + 1], candidates_Y[problem.type_T[table]]
         if not assign_table(state, int(table), rounded) and not assign_table(state, int(table), alternatives):

@@ -80,27 +80,27 @@ class Rounding:
             _Phase.of(count_C, mean_C, least_C) for mean_C, least_C in zip(mean_CK.T, least_CK.T, strict=True)
         ]
 
-    def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
+    def violated(self, num_tables_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
         """Return the most violated cutting plane per phase; see `Cut` for the terms.
 
         Phases whose cuts hold, or are violated only slightly, are left out.
 
         Args:
-            share_C: number of tables that use each candidate at the relaxation's optimum; may be fractional.
+            num_tables_C: tables that use each candidate at the relaxation's optimum; may be fractional.
             upper_K: upper limit on the load of the slowest rank in each phase (``T_phase`` in `Cut`).
             admitted_C: mask of the candidates that plans may use.
         """
         cuts = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
-            share_U = np.bincount(phase.kind_C, share_C, len(phase.count_U))
-            factor_Q = phase.factors(upper, share_U.astype(np.float64))
+            num_tables_U = np.bincount(phase.kind_C, num_tables_C, len(phase.count_U))
+            factor_Q = phase.factors(upper, num_tables_U.astype(np.float64))
             if not len(factor_Q):
                 continue
             # The cut summed over all ranks: every rank holds at most the rounded limit.
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
             value_QU = phase.rounded(factor_Q, upper)
-            best = int((value_QU @ share_U / limit_Q).argmax())
-            if value_QU[best] @ share_U > limit_Q[best] * (1 + _LEAST_EXCESS):
+            best = int((value_QU @ num_tables_U / limit_Q).argmax())
+            if value_QU[best] @ num_tables_U > limit_Q[best] * (1 + _LEAST_EXCESS):
                 admitted = np.flatnonzero(admitted_C)
                 value_N = value_QU[best][phase.kind_C[admitted]]
                 cuts.append(Cut(index, 0.0, upper, admitted, value_N, 0.0, float(limit_Q[best])))
@@ -135,7 +135,7 @@ class _Phase(NamedTuple):
         count_U, mean_U, least_U = kind_UN.T
         return cls(count_U, mean_U, least_U, kind_C.ravel())
 
-    def factors(self, upper: float, share_U: Floats) -> Floats:
+    def factors(self, upper: float, num_tables_U: Floats) -> Floats:
         """Return the factors [Q] to try for scaling loads before they are rounded to integers.
 
         A factor turns a piece size with a large part of the total load into a small integer. Rounding then
@@ -145,12 +145,12 @@ class _Phase(NamedTuple):
 
         Args:
             upper: limit on a rank's load.
-            share_U: number of tables per kind in the relaxation.
+            num_tables_U: number of tables per kind in the relaxation.
         """
         # For more kinds, the arrays [Q, U] would be large.
-        if len(share_U) > _MOST_KINDS:
+        if len(num_tables_U) > _MOST_KINDS:
             return np.zeros(0)
-        load_U = share_U * self.count_U * self.mean_U
+        load_U = num_tables_U * self.count_U * self.mean_U
         most = np.argsort(-load_U)[:_MOST_SIZES]
         size_N = self.mean_U[most[load_U[most] > _NEAR]]
         # Scales piece sizes to 1, 2, ...
@@ -217,20 +217,22 @@ class LargestPieces:
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         self._num_types = int(problem.type_C[-1]) + 1
 
-    def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
+    def violated(
+        self, num_tables_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools
+    ) -> list[Cut]:
         """Return cutting planes that the relaxation's optimum violates; see `Cut` for the terms.
 
         Returns at most one cut per phase and table type, and at most one per phase over all types. Cuts that
         are violated only slightly are left out.
 
         Args:
-            share_C: number of tables that use each candidate at the optimum; may be fractional.
+            num_tables_C: tables that use each candidate at the optimum; may be fractional.
             slowest_K: load of the slowest rank in each phase at the optimum (``T_phase`` in `Cut`).
             lower_K: lower limit on ``T_phase``. A cut is valid for plans whose ``T_phase`` is at least this.
             admitted_C: mask of the candidates that plans may use.
         """
         admitted = np.flatnonzero(admitted_C)
-        type_C, part_C = self._type_C[admitted], share_C[admitted] / self._tables_C[admitted]
+        type_C, part_C = self._type_C[admitted], num_tables_C[admitted] / self._tables_C[admitted]
         least = _LEAST_EXCESS * float(slowest_K.sum())
         cuts = []
         for phase, lower in enumerate(lower_K):

@@ -15,7 +15,7 @@ The suffix of an array's name gives the axes, a letter per axis: ``load_PK`` has
 - N: entries of a list, such as the rectangles in a plan or the pieces of a table. Letters in other names
   are explained where they occur.
 
-``share_C`` has the tables per candidate, fractional, in a linear relaxation.
+``num_tables_C`` has the tables per candidate, fractional, in a linear relaxation.
 """
 
 from enum import IntEnum

@@ -1,9 +1,10 @@
 """Linear relaxation of the planning problem, whose optimum is a lower bound on the step time.
 
-The variables are the table count per candidate (`share_C`, fractional) and T_k, the slowest rank's load
+The variables are the table count per candidate (`num_tables_C`, fractional) and T_k, the slowest rank's load
 in phase k. The program minimizes the sum of T_k plus common costs. T_k is at least the mean load, which is
-linear in `share_C`. Cutting planes add constraints on whole pieces (see ``cuts.py``). A type of identical
-tables has a variable per candidate, and ranks need no variables, so the program is small for any cluster.
+linear in `num_tables_C`. Cutting planes add constraints on whole pieces (see ``cuts.py``). A type of
+identical tables has a variable per candidate, and ranks need no variables, so the program is small for any
+cluster.
 
 The program is solved in a box, lower <= T <= upper, where candidates with a piece above `upper` are excluded.
 Branch and bound over boxes is in ``bound.py``.
@@ -35,8 +36,8 @@ class Box(NamedTuple):
 
     Attributes:
         bound: objective of the optimum. No plan with T in this box has a shorter step time.
-        share_C: tables per candidate, fractional, in the optimum before cutting planes ("cuts") are added.
-            Rounding this optimum gives better plans than rounding the optimum after cuts.
+        num_tables_C: tables per candidate, fractional, in the optimum before cutting planes ("cuts") are
+            added. Rounding this optimum gives better plans than rounding the optimum after cuts.
         slowest_K: T in the optimum.
         cut_at_K: value of T at which to split the box, so that the relaxation comes closer to a plan. Equal
             to `slowest_K` in phases where no split is needed.
@@ -47,7 +48,7 @@ class Box(NamedTuple):
     """
 
     bound: float
-    share_C: Floats
+    num_tables_C: Floats
     slowest_K: Floats
     cut_at_K: Floats
     lower_K: Floats
@@ -130,16 +131,16 @@ class Relaxation:
                 break
         if optimum is None or first is None or optimum.objective > cutoff + _MARGIN:
             return None
-        share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
+        num_tables_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         # Reduced-cost fixing: using an unused candidate for a whole table raises the objective by at least
         # its reduced cost (Nemhauser & Wolsey, Integer and Combinatorial Optimization,
         # 1988, II.5.2).
-        reduced_C = optimum.reduced_costs[: len(share_C)]
+        reduced_C = optimum.reduced_costs[: len(num_tables_C)]
         return Box(
             optimum.objective,
-            first.x[: len(share_C)],
+            first.x[: len(num_tables_C)],
             slowest_K,
-            self._cut_at(share_C, slowest_K),
+            self._cut_at(num_tables_C, slowest_K),
             lower_K,
             upper_K,
             admitted_C & (optimum.objective + reduced_C <= cutoff + _MARGIN),
@@ -151,21 +152,21 @@ class Relaxation:
         Returns:
             Whether any cutting plane was added.
         """
-        share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
-        share_C = np.where(admitted_C, share_C, 0.0)
-        cuts = self._rounding.violated(share_C, upper_K, admitted_C)
-        cuts += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
+        num_tables_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
+        num_tables_C = np.where(admitted_C, num_tables_C, 0.0)
+        cuts = self._rounding.violated(num_tables_C, upper_K, admitted_C)
+        cuts += self._largest.violated(num_tables_C, slowest_K, lower_K, admitted_C)
         if cuts:
             rows = ProgramRows()
             for cut in cuts:
                 # Variables of the linear program: first the tables per candidate, then T per phase.
-                columns = np.append(cut.candidate_N, len(share_C) + cut.phase)
+                columns = np.append(cut.candidate_N, len(num_tables_C) + cut.phase)
                 rows.add(columns, np.append(cut.value_N, cut.slope), -INFINITY, cut.limit)
             self._solver.add_rows(rows)
         self._cuts += cuts
         return bool(cuts)
 
-    def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
+    def _cut_at(self, num_tables_C: Floats, slowest_K: Floats) -> Floats:
         """Return for every phase the value of T, the slowest rank's load, at which to split the box [K].
 
         The relaxation may use candidates with pieces larger than T, which no plan can do. The result is then
@@ -173,7 +174,7 @@ class Relaxation:
         """
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
-            sizes = np.unique(self._largest_CK[share_C > _USED, phase])
+            sizes = np.unique(self._largest_CK[num_tables_C > _USED, phase])
             # Loads are scaled, so this tolerance covers the linear program's rounding errors.
             above = sizes[sizes > slowest_K[phase] + 1e-6]
             if len(above):

@@ -111,7 +111,7 @@ class Search:
             The plan as a start, or None if it does not fit into memory or annealing is not available.
         """
         candidates_Y = candidates_by_type(self.problem, admitted_C)
-        state = construct(self.problem, box.share_C, candidates_Y)
+        state = construct(self.problem, box.num_tables_C, candidates_Y)
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> InitialPlan | None:

@@ -183,7 +183,7 @@ class _CollectiveSetSearch:
                 return start
         return None if self.search.placements_T else self.search.add_fitting(0.0)
 
-    def start_from_memory(self) -> InitialPlan | None:
+    def memory_balanced_start(self) -> InitialPlan | None:
         """Construct an initial plan that balances memory over ranks, regardless of speed.
 
         If the plan does not fit, it is annealed until it fits, for at most `_FITTING_SECONDS`. In contrast,
@@ -203,7 +203,7 @@ class _CollectiveSetSearch:
         """
         box = None if self._bound is None else self._bound.best_box
         # Boxes with the same rounded shares count as the same start.
-        key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
+        key = b"" if box is None else np.rint(box.num_tables_C).astype(np.int32).tobytes()
         start = None
         if box is not None and key not in self._tried:
             self._tried.add(key)
@@ -418,7 +418,7 @@ class _HalvingSearch:
             set_search = max(
                 self._set_searches, key=lambda set_search: np.count_nonzero(set_search.allowed_C)
             )
-            start = set_search.start_from_memory()
+            start = set_search.memory_balanced_start()
             attempts += (
                 []
                 if start is None

@@ -97,8 +97,8 @@ def make_block(rows: Tensor, keys: Tensor, storage: HashedRows, columns: Span) -
         columns: first and end (exclusive) table column that ``rows`` contain.
     """
     # Parts without policy values: inference evicts nothing.
-    form = storage.form
-    parts = zip(form.row_parts, form.parts(rows, columns[1] - columns[0]), strict=True)
+    row_format = storage.row_format
+    parts = zip(row_format.row_parts, row_format.parts(rows, columns[1] - columns[0]), strict=True)
     return RowBlock(keys, columns, {part.name: values for part, values in parts})
 
 

@@ -215,7 +215,7 @@ def _quantize_collection(
             target = collection.table_modules()[config.name]
             assert is_growable(target.storage)
             # Same row format: use the original's rows without a copy.
-            if target.storage.form == table.storage.form:
+            if target.storage.row_format == table.storage.row_format:
                 target.share(table)
             else:
                 target.to_empty(device="cpu")

@@ -193,7 +193,7 @@ class _QuantizedTables:
         ``table`` is a rectangle: the part of the whole table with a range of rows and columns on this rank.
         """
         data_type, columns = self._types[storage.name], table.rectangle.columns
-        if table.storage.form == storage.form:
+        if table.storage.row_format == storage.row_format:
             # The format stays: pass the rows through, but without optimizer state.
             names = {"waiting", *(part.name for part in storage.row_parts)}
             for block in table.stream():

@@ -135,7 +135,7 @@ class HistoryCache:
             del self._lengths[kind]
 
 
-class IncrementalScores:
+class CachedQueryEncoder:
     """Computes query vectors, with a KV cache for the histories of earlier requests. Not thread-safe.
 
     Args:

@@ -14,7 +14,7 @@ from meshrec.export import PackageError, Predictor, check_package
 from meshrec.export.next_items import Recommended
 from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Deltas, Freshness, Quantization, apply_deltas
-from meshrec.serve.history_cache import IncrementalScores
+from meshrec.serve.history_cache import CachedQueryEncoder
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.recommending import ItemOptions, ItemVectors
 from meshrec.serve.requests import Floats, Request, RequestError
@@ -113,7 +113,7 @@ class ServedModel:
         self._predictor, self._deltas = predictor, deltas
         # Vectors are computed at the first request, and again after a delta.
         self._items = ItemVectors(predictor)
-        self._incremental = _make_incremental_scores(name, predictor, keep_histories)
+        self._incremental = _make_query_encoder(name, predictor, keep_histories)
         # Set after the warm-up: only requests from then on count in the metrics.
         self._reports_cache = False
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.record_batch(name, batch))
@@ -519,7 +519,7 @@ class Repository:
         served.enable_cache_metrics()
 
 
-def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) -> IncrementalScores | None:
+def _make_query_encoder(name: str, predictor: Predictor, max_bytes: int) -> CachedQueryEncoder | None:
     """Return an object that computes query vectors with a KV cache for histories.
 
     Returns None if ``max_bytes`` is 0, or if the package has no items to recommend. Also returns None, and
@@ -539,7 +539,7 @@ def _make_incremental_scores(name: str, predictor: Predictor, max_bytes: int) ->
             name,
         )
         return None
-    return IncrementalScores(predictor, max_bytes)
+    return CachedQueryEncoder(predictor, max_bytes)
 
 
 def _unreached_error(until: int, served: ServedModel) -> ValueError:

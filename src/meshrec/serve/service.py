@@ -68,7 +68,7 @@ class ScoreResult(NamedTuple):
     best: Recommended | None
 
 
-class WaitingBytes(Protocol):
+class RequestMemory(Protocol):
     """Memory limit for requests which wait for an answer. `Connections` implements it."""
 
     def reserve(self, num_bytes: int, /) -> str | None:
@@ -89,7 +89,7 @@ class ScoringService:
         waiting: memory limit for waiting requests.
     """
 
-    def __init__(self, repository: Repository, metrics: Metrics, waiting: WaitingBytes) -> None:
+    def __init__(self, repository: Repository, metrics: Metrics, waiting: RequestMemory) -> None:
         self._repository, self._metrics, self._waiting = repository, metrics, waiting
 
     @contextmanager

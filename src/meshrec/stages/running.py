@@ -211,7 +211,7 @@ class StageRun:
 
     def tables_backward(self) -> None:
         """Run the backward pass of the table lookups. Tables with a fused optimizer are updated by it."""
-        ends, gradients = self.values.take_table_gradients()
+        ends, gradients = self.values.take_lookup_gradients()
         if ends:
             with self._recorded("tables", -1):
                 torch.autograd.backward(ends, gradients)

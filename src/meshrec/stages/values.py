@@ -102,7 +102,7 @@ class StageValues:
         self.results: dict[tuple[str, int], Any] = {}
         self.input_gradients: dict[tuple[str, int], Gradients] = {}
         # This stage's table lookups, by value name and split index, and the gradients for them. Set by
-        # `publish_lookups` and `send_gradients`, and used by `take_table_gradients`.
+        # `publish_lookups` and `send_gradients`, and used by `take_lookup_gradients`.
         self._pieces: dict[str, list[Any]] = {}
         self._piece_gradients: dict[str, list[Gradients | None]] = {}
 
@@ -186,7 +186,7 @@ class StageValues:
             for k in range(len(pieces)):
                 piece_gradients[k] = self._add_users_gradients(name, k, piece_gradients[k])
 
-    def take_table_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+    def take_lookup_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this stage's lookup results that have a gradient, and their gradients, in the same order.
 
         The caller passes both lists to `torch.autograd.backward`. The stored lookup results are dropped, so

@@ -139,7 +139,7 @@ class FeatureRows(NamedTuple):
 def replace_ids_by_slots(
     values: Tensor,
     bounds: Sequence[int],
-    readers: Mapping[int, FeatureRows],
+    rows_by_feature: Mapping[int, FeatureRows],
     *,
     num_keys: int,
     train: bool,
@@ -153,9 +153,9 @@ def replace_ids_by_slots(
     Args:
         values: IDs, int [N], ordered by block, then by feature.
         bounds: positions in ``values`` at which the segments start, followed by N.
-        readers: indexes to search, by feature number. The key is the feature's ID, hashed if there is a
-            ``mix_seed``, plus ``first_row``. Values of features that are not listed are copied unchanged.
-        num_keys: number of features per block.
+        rows_by_feature: indexes to search, by feature number. The key is the feature's ID, hashed if there is
+            a ``mix_seed``, plus ``first_row``. Values of features that are not listed are copied unchanged.
+        num_keys: number of features (keys in the batch) per block.
         train: whether the rows will be updated.
         used_immediately: whether the caller uses the slots before any other call to these indexes. A
             searchable index then does not pin its slots, unless it has to assign new ones.
@@ -166,25 +166,25 @@ def replace_ids_by_slots(
     """
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
     # One kernel call for all hash indexes. New IDs get slots further below.
-    replaced, missing = _find_slots(values, bounds, readers, num_keys)
+    replaced, missing = _find_slots(values, bounds, rows_by_feature, num_keys)
     # A second tensor on the same memory, not a view: slots hold the pins, and pins must not hold the slots.
     memory = replaced.new_empty(0).set_(replaced.untyped_storage(), 0, replaced.shape, replaced.stride())
     pins: list[object] = []
     by_indexes: dict[tuple[int, ...], list[int]] = {}
-    for key, reader in readers.items():
+    for key, rows in rows_by_feature.items():
         # Group features with the same indexes: an index is called once per batch.
-        by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
+        by_indexes.setdefault(tuple(map(id, rows.indexes)), []).append(key)
     # Features with new IDs: their segments, indexes, and requests to assign slots.
     unseen: list[tuple[list[Tensor], list[SearchableIndex], list[UnassignedIds]]] = []
     fills = Fills()
     for keys in by_indexes.values():
-        reader = readers[keys[0]]
+        rows = rows_by_feature[keys[0]]
         segments = [block * num_keys + key for key in keys for block in range(num_blocks)]
         parts = [memory[bounds[segment] : bounds[segment + 1]] for segment in segments]
         # ``_find_slots`` has searched these indexes already. Only IDs without a slot are left.
         if segments[0] in missing:
             num_missing = sum(missing[segment] for segment in segments)
-            indexes: list[SearchableIndex] = list(reader.indexes)  # type: ignore[arg-type]
+            indexes: list[SearchableIndex] = list(rows.indexes)  # type: ignore[arg-type]
             if num_missing == 0:
                 # Slots used before any other call cannot be reassigned, so they need no pin.
                 if not used_immediately:
@@ -194,16 +194,16 @@ def replace_ids_by_slots(
             # Every column shard's index assigns its own copy; equal call order gives equal slots.
             slots_by_index = [slots, *(slots.clone() for _ in indexes[1:])]
             jobs = [
-                UnassignedIds(index.key_index, ids, slots, num_missing, reader.first_row, reader.mix_seed)
+                UnassignedIds(index.key_index, ids, slots, num_missing, rows.first_row, rows.mix_seed)
                 for index, slots in zip(indexes, slots_by_index, strict=True)
             ]
             unseen.append((parts, indexes, jobs))
             continue
         # An index that is not searchable, such as a cache: it finds slots itself.
         given = _concatenate(values, bounds, segments).long()
-        if reader.mix_seed is not None:
-            given = mix(given, reader.mix_seed)
-        resolved = [index.resolve(given + reader.first_row, train=train) for index in reader.indexes]
+        if rows.mix_seed is not None:
+            given = mix(given, rows.mix_seed)
+        resolved = [index.resolve(given + rows.first_row, train=train) for index in rows.indexes]
         pins += [result.pin for result in resolved]
         _copy_slots(resolved[0].slots, parts)
     # New keys from all tables get slots in a single call.
@@ -243,14 +243,14 @@ def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _find_slots(
-    values: Tensor, bounds: Sequence[int], readers: Mapping[int, FeatureRows], num_keys: int
+    values: Tensor, bounds: Sequence[int], rows_by_feature: Mapping[int, FeatureRows], num_keys: int
 ) -> tuple[Tensor, dict[int, int]]:
     """Replace IDs by slots for all features with searchable indexes, in a single kernel call.
 
     Args:
         values: see ``replace_ids_by_slots``.
         bounds: see ``replace_ids_by_slots``.
-        readers: see ``replace_ids_by_slots``.
+        rows_by_feature: see ``replace_ids_by_slots``.
         num_keys: number of features per block.
 
     Returns:
@@ -259,19 +259,19 @@ def _find_slots(
     """
     # Only features whose indexes are all searchable. Others, such as tables in files, resolve keys later.
     searched: dict[int, tuple[FeatureRows, list[SearchableIndex]]] = {}
-    for key, reader in sorted(readers.items()):
-        indexes = [index for index in reader.indexes if _is_searchable(index)]
-        if len(indexes) == len(reader.indexes):
-            searched[key] = reader, indexes
+    for key, rows in sorted(rows_by_feature.items()):
+        indexes = [index for index in rows.indexes if _is_searchable(index)]
+        if len(indexes) == len(rows.indexes):
+            searched[key] = rows, indexes
     if not searched:
         return values.clone(), {}
     parts: dict[int, IdSpan] = {}
     for block in range((len(bounds) - 1) // max(1, num_keys)):
-        for key, (reader, indexes) in searched.items():
+        for key, (rows, indexes) in searched.items():
             segment = block * num_keys + key
             # Searching the first index is enough: column shards have equal slots.
             parts[segment] = IdSpan(
-                bounds[segment], bounds[segment + 1], indexes[0].key_index, reader.first_row, reader.mix_seed
+                bounds[segment], bounds[segment + 1], indexes[0].key_index, rows.first_row, rows.mix_seed
             )
     distinct = {id(index): index for _, indexes in searched.values() for index in indexes}
     first, *more = distinct.values()

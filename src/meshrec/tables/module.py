@@ -24,7 +24,7 @@ from meshrec.tables.local_shards import LocalShard
 from meshrec.tables.packing import Packing
 from meshrec.tables.placeholder import placeholder
 from meshrec.tables.storage import RowStorage, check_loadable, slice_parts
-from meshrec.tables.streamed import is_same
+from meshrec.tables.streamed import is_same_data
 from meshrec.tables.table import Rectangle, RowBlock, Table
 
 
@@ -277,7 +277,7 @@ class TableModule(nn.Module):
                 raise
         with torch.no_grad():
             for part, value in pairs:
-                if not is_same(part, value):
+                if not is_same_data(part, value):
                     part.detach().copy_(value)
         if self.over_devices:
             for table in self.tables:

@@ -56,8 +56,11 @@ class RowStorage(Protocol):
         """Whether the backward pass can collect gradients for ``optimizer.step()``."""
 
     @property
-    def needs_whole_rows(self) -> bool:
-        """Whether eviction depends on whole rows, so plans should not split columns."""
+    def needs_row_sums(self) -> bool:
+        """Whether eviction scores depend on weights or optimizer state.
+
+        Column shards are then cut at the same rows, so that ranks can add up their parts of the scores.
+        """
 
     def columns(self, dim: int) -> int:
         """Return the number of elements that a row with ``dim`` values takes in memory."""
@@ -143,7 +146,7 @@ class ExternalRows(ABC):
     collects_gradients = False
 
     @property
-    def needs_whole_rows(self) -> bool:
+    def needs_row_sums(self) -> bool:
         """Whether eviction depends on whole rows."""
         return False
 

@@ -221,7 +221,7 @@ def values_of(value: Any) -> Any:
     return value.read() if isinstance(value, StreamedPart) else value
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
+def is_same_data(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same data, so that callers can skip a copy.
 
     Tensors in memory must have the same data pointer. StreamedParts must read the same rows and columns of

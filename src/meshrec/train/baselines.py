@@ -112,7 +112,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
         """Evaluate a baseline on all validation and test samples."""
         baseline = Baseline(name, {}, {})
         for data, reader in held_out_readers.items():
-            scored = _scored(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
+            scored = _score(label(reader.batches(BATCH)), reader.num_samples, logits, tell)
             # No collective: only rank 0 computes baselines.
             baseline.quality[data] = binary_metrics(*scored, gather=False)
             baseline.curves[data] = binary_curves(score_histograms(*scored))
@@ -139,7 +139,7 @@ def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iter
         )
 
 
-def _scored(
+def _score(
     batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Score all samples with a baseline.

@@ -114,11 +114,11 @@ class LogSource(ABC):
 
     def _rows(self, data: Any = None, features: "Features | None" = None) -> "_Rows":
         """Read the rows that training uses; see `read` for the arguments."""
-        from meshrec.data.logs import counted_rows
+        from meshrec.data.logs import filter_log
 
         faults = self._faults()
         log = self.read(faults, data, features)
-        return _Rows(counted_rows(log, faults), log.table.num_rows)
+        return _Rows(filter_log(log, faults), log.table.num_rows)
 
     def all_rows(self) -> Any:
         """Return a copy of the source that holds out nothing, and trains on all items."""

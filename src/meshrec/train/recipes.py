@@ -312,42 +312,48 @@ def from_folder(recipe: Recipe, folder: Path) -> Recipe:
     """Return a recipe whose relative paths, to data and to a plan, start at ``folder``."""
     return dataclasses.replace(
         recipe,
-        data=_resolve_paths(recipe.data, folder, texts=PATH_FIELDS),
+        data=_resolve_paths(recipe.data, folder, path_fields=PATH_FIELDS),
         placement=_resolve_paths(recipe.placement, folder),
     )
 
 
-def _resolve_paths(holder: T, folder: Path, *, texts: tuple[str, ...] = ()) -> T:
+def _resolve_paths(holder: T, folder: Path, *, path_fields: tuple[str, ...] = ()) -> T:
     """Return a copy of a dataclass in which relative paths start at ``folder``.
 
     Args:
         holder: a dataclass. Other objects are returned unchanged.
         folder: folder at which relative paths start.
-        texts: names of the fields in which strings are paths. In all other fields, only a ``Path`` is a path.
+        path_fields: names of the fields in which strings are paths. In all other fields, only a ``Path`` is a
+            path.
     """
     if not dataclasses.is_dataclass(holder):
         return holder
     values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder) if field.init}
-    absolute = {name: _resolve_path(value, folder, text=name in texts) for name, value in values.items()}
+    absolute = {
+        name: _resolve_path(value, folder, strings_are_paths=name in path_fields)
+        for name, value in values.items()
+    }
     # Only changed fields, so that a recipe without relative paths stays the same object.
     moved = {name: path for name, path in absolute.items() if path is not values[name]}
     return dataclasses.replace(holder, **moved) if moved else holder  # type: ignore[type-var]
 
 
-def _resolve_path(value: Any, folder: Path, *, text: bool) -> Any:
+def _resolve_path(value: Any, folder: Path, *, strings_are_paths: bool) -> Any:
     """Return ``folder / value`` if ``value`` is a relative path, else ``value`` itself.
 
     Args:
         value: field value. In tuples and lists, every item is resolved.
         folder: folder at which relative paths start.
-        text: whether a string is a path.
+        strings_are_paths: whether a string is a path.
     """
     if isinstance(value, tuple | list):
-        paths = type(value)(_resolve_path(item, folder, text=text) for item in value)
+        paths = type(value)(
+            _resolve_path(item, folder, strings_are_paths=strings_are_paths) for item in value
+        )
         return value if paths == value else paths
     if isinstance(value, Path):
         # `Path()` is a default that means no path.
         return value if value.is_absolute() or value == Path() else folder / value
-    if text and isinstance(value, str) and value and not is_address(value):
+    if strings_are_paths and isinstance(value, str) and value and not is_address(value):
         return value if Path(value).is_absolute() else str(folder / value)
     return value

@@ -23,7 +23,7 @@ from meshrec.plan.sharding_plan import (
     ShardMetadata,
     TableSize,
 )
-from meshrec.plan.sharding_plan import ParameterSharding as OwnSharding
+from meshrec.plan.sharding_plan import ParameterSharding as CoreSharding
 
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], ParameterSharding]
 
@@ -64,7 +64,7 @@ def _generator(
 
 def data_parallel() -> ParameterShardingGenerator:
     """Replicate the table on every rank."""
-    copies = OwnSharding(
+    copies = CoreSharding(
         sharding_type=ShardingType.DATA_PARALLEL, compute_kernel=EmbeddingComputeKernel.DENSE
     )
     return _generator(lambda compute_kernel: lambda table, size, ranks: copies)
@@ -209,7 +209,7 @@ def construct_module_sharding_plan(
 def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> core.ShardingGenerator:
     """Return a generator of column-wise shardings with ``sizes[i]`` columns on rank i."""
 
-    def generate(table: str, size: TableSize, ranks: core.WorldShape) -> OwnSharding:
+    def generate(table: str, size: TableSize, ranks: core.WorldShape) -> CoreSharding:
         """Return a column-wise sharding with ``sizes[i]`` columns on rank i.
 
         Args:
@@ -236,7 +236,7 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> cor
             # A rank with 0 columns holds no shard.
             if columns
         )
-        return OwnSharding(
+        return CoreSharding(
             sharding_type=ShardingType.COLUMN_WISE,
             compute_kernel=compute_kernel,
             ranks=tuple(shard.placement.rank for shard in shards),

@@ -344,7 +344,7 @@ def microseconds_of(array: Any, unit: TimeUnit, time_format: str | None = None) 
     return times.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
 
 
-def parsed_times(strings: Any, time_format: str | None = None) -> Any:
+def parse_times(strings: Any, time_format: str | None = None) -> Any:
     """Parse strings as Arrow timestamps in microseconds, in UTC. Null and empty strings become null.
 
     Digits beyond microseconds are truncated.
@@ -396,7 +396,7 @@ def are_times(strings: Any) -> bool:
         is_date = pc.match_substring_regex(strings, r"^\s*([0-9]{4}-[0-9]{2}-[0-9]{2}.*)?$")
         if not pc.all(is_date).as_py():
             return False
-        parsed_times(strings)
+        parse_times(strings)
     except (DataError, pa.ArrowInvalid):  # other strings, or bytes that are not text
         return False
     return True
@@ -427,7 +427,7 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
         time_format: strptime format for times as text; None: ISO 8601.
     """
     if is_text(array.type):
-        return parsed_times(array, time_format)
+        return parse_times(array, time_format)
     if pa.types.is_timestamp(array.type):
         # They may exceed int64 in microseconds. As integers, they are compared with the limit below.
         if array.type.unit in ("s", "ms"):

@@ -146,7 +146,7 @@ class Vocabulary(IdFeature):
                 f"{self._first + size:,}, and its table {self.num_embeddings:,} rows. Raise "
                 "num_embeddings or min_count, or set max_size."
             )
-        return replace(self, found=kind, vocabulary=_widened(ordered.values.slice(0, size)))
+        return replace(self, found=kind, vocabulary=_to_canonical_type(ordered.values.slice(0, size)))
 
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
@@ -208,7 +208,7 @@ def _concatenated_lists(first: Values, second: Values) -> Values:
     return Values(array.take(pa.array(owners.argsort(kind="stable"))), first.offsets + second.offsets)
 
 
-def _widened(values: Any) -> Any:
+def _to_canonical_type(values: Any) -> Any:
     """Convert vocabulary values to a type that does not depend on the source column's bit width.
 
     Integers become int64, or stay uint64 if they do not fit. Decimals get 256 bits. Text becomes a string

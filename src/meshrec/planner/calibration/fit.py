@@ -206,7 +206,7 @@ def _fit_determined(
         free = np.array([i for i in range(len(fallback)) if i not in dropped], np.int64)
         values = fallback.copy()
         fixed_seconds = amounts @ np.where(np.isin(np.arange(len(fallback)), free), 0.0, fallback)
-        values[free] = _fit_figures(amounts[:, free], seconds, share, fixed_seconds)
+        values[free] = _fit_costs(amounts[:, free], seconds, share, fixed_seconds)
         # A figure's largest part in any measured phase.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
         unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < min_values[i]]
@@ -216,7 +216,7 @@ def _fit_determined(
         dropped[worst] = float(values[worst])
 
 
-def _fit_figures(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
+def _fit_costs(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: Floats) -> Floats:
     """Fit hardware costs x >= 0 so that ``amounts @ x + fixed_seconds`` is close to the measured seconds.
 
     Minimizes the sum of ``share * (predicted - measured)^2 / (predicted * measured)`` over the phases, by

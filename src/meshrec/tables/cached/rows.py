@@ -84,7 +84,7 @@ class FileBackedRows(ExternalRows, DenseRows):
     size: Span
 
     may_fail = True  # a disk may fail
-    needs_whole_rows = False
+    needs_row_sums = False
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None

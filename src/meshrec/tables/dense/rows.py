@@ -28,7 +28,7 @@ class DenseRows:
     bits = 0
     rows_in_parameter = True
     collects_gradients = True
-    is_growable = may_fail = needs_whole_rows = False
+    is_growable = may_fail = needs_row_sums = False
 
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
@@ -101,7 +101,7 @@ class QuantisedRows:
     is_trainable = False
     rows_in_parameter = True
     collects_gradients = True
-    is_growable = may_fail = needs_whole_rows = False
+    is_growable = may_fail = needs_row_sums = False
     row_parts = (
         RowPart("weight", torch.uint8, False),
         RowPart("weight_qscale", torch.float16, True),

@@ -20,14 +20,14 @@ class InitialRows:
     """Initial rows of all possible IDs. A quantised row is quantised from its minimum and maximum.
 
     Args:
-        form: row format.
+        row_format: storage format of the values.
         dim: number of values in a whole row.
         seed: seed of the table's rows.
         bounds: lower and upper bound of uniform values.
         init_fn: fills a row ``[1, dim]`` in place from torch's default generator; None: uniform values.
     """
 
-    form: DenseRows | QuantisedRows
+    row_format: DenseRows | QuantisedRows
     dim: int
     seed: int
     bounds: tuple[float, float]
@@ -43,7 +43,7 @@ class InitialRows:
             columns: table columns that ``rows`` holds.
         """
         # The kernel writes fp32 uniform rows directly to the slots. Other rows are built first, then copied.
-        if self.form.dtype == torch.float32 and self.init_fn is None:
+        if self.row_format.dtype == torch.float32 and self.init_fn is None:
             low, high = self.bounds
             write_uniform_rows(rows, slots, ids, seed=self.seed, low=low, high=high, column=columns[0])
             return
@@ -59,14 +59,16 @@ class InitialRows:
         Returns:
             ``dtype`` [N, memory columns]. A quantised row has codes, scale and bias.
         """
-        if not self.form.bits or columns == (0, self.dim):
-            return self.form.encode(self.values(ids, columns))
+        if not self.row_format.bits or columns == (0, self.dim):
+            return self.row_format.encode(self.values(ids, columns))
         # Scale and bias belong to the whole row, so quantise it before cutting out the columns.
-        rows = self.form.encode(self.values(ids))
-        codes = rows.new_zeros(len(rows), self.form.columns(columns[1] - columns[0]))
-        first, end = map(self.form.part_column, columns)
+        rows = self.row_format.encode(self.values(ids))
+        codes = rows.new_zeros(len(rows), self.row_format.columns(columns[1] - columns[0]))
+        first, end = map(self.row_format.part_column, columns)
         parts = zip(
-            self.form.parts(codes, columns[1] - columns[0]), self.form.parts(rows, self.dim), strict=True
+            self.row_format.parts(codes, columns[1] - columns[0]),
+            self.row_format.parts(rows, self.dim),
+            strict=True,
         )
         for target, part in parts:
             target.copy_(part if part.dim() == 1 else part[:, first:end])

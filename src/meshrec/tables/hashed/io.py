@@ -104,7 +104,7 @@ def validated_ids(full_parts: Mapping[str, Tensor], storage: HashedRows, prefix:
     """
     weight, num_columns, max_rows = full_parts["weight"], storage.part_column(storage.dim), storage.max_rows
     check_loadable(weight, f"{prefix}weight", storage)
-    if missing := [part.name for part in storage.form.row_parts if part.name not in full_parts]:
+    if missing := [part.name for part in storage.row_format.row_parts if part.name not in full_parts]:
         raise ValueError(f"{prefix}{missing[0]} is missing. Load what the quantised model's state_dict gave.")
     if weight.dim() != 2 or weight.shape[1] != num_columns:
         raise ValueError(

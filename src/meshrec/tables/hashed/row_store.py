@@ -52,16 +52,16 @@ class RowStore:
         index_regions: Sequence[GrowingRegion],
     ) -> None:
         width = rectangle.c1 - rectangle.c0
-        self.rectangle, self._initial, self._form = rectangle, initial, initial.form
+        self.rectangle, self._initial, self._row_format = rectangle, initial, initial.row_format
         # Optimizer state slots, not row positions.
         state_slots = spec.state_slots() if spec is not None else ()
-        row_parts = [*self._form.row_parts, *policy_parts]
+        row_parts = [*self._row_format.row_parts, *policy_parts]
         self.parts = [*row_parts, *(RowPart(slot.name, torch.float32, slot.per_row) for slot in state_slots)]
         """Row parts, ``weight`` first, then optimizer state."""
         self._num_row_parts = len(row_parts)
         # The tensors of a single row, by name, with initial values. With a file, weight and state move there.
-        row = {"weight": torch.zeros(1, self._form.columns(width), dtype=self._form.dtype)}
-        new_state = self._form.new_state(spec, 1, width, torch.device("cpu"))
+        row = {"weight": torch.zeros(1, self._row_format.columns(width), dtype=self._row_format.dtype)}
+        new_state = self._row_format.new_state(spec, 1, width, torch.device("cpu"))
         row |= dict(zip([slot.name for slot in state_slots], new_state, strict=True))
         self.file: HashedFile | None = None
         """File with weights and optimizer state; None if they are in memory. See
@@ -75,7 +75,7 @@ class RowStore:
             self.file = HashedFile(
                 rectangle, initialized_parts, file, name=name, dim=initial.dim, max_rows=max_slots
             )
-        elif self._form.dtype.itemsize == 2:
+        elif self._row_format.dtype.itemsize == 2:
             # Stochastic rounding is seeded by key, because slots differ between plans.
             row["key"] = torch.zeros(1, dtype=torch.int64)
         row |= {part.name: torch.zeros(1, dtype=part.dtype) for part in policy_parts}
@@ -163,19 +163,19 @@ class RowStore:
             names: parts to return; None: all.
             frozen: snapshot from which to read rows in a file; None: the present rows.
         """
-        r, form = self.rectangle, self._form
+        r, row_format = self.rectangle, self._row_format
         names = [part.name for part in self.parts] if names is None else list(names)
-        if form.bits:
+        if row_format.bits:
             # A quantised row holds codes, scale and bias in the same bytes. Split them into parts.
             rows = self.memory["weight"].detach()[slots]
-            coded = zip(form.row_parts, form.parts(rows, r.c1 - r.c0), strict=True)
+            coded = zip(row_format.row_parts, row_format.parts(rows, r.c1 - r.c0), strict=True)
             parts = {part.name: values for part, values in coded}
         else:
             parts = {name: self.memory[name].detach()[slots] for name in names if name in self.memory}
         # Read the file only if a requested part is not in memory.
         if self.file is not None and len(parts) < len(names):
             parts |= self.file.read(slots, frozen)
-        first, end = (form.part_column(column - r.c0) for column in columns)
+        first, end = (row_format.part_column(column - r.c0) for column in columns)
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
     def write(self, slots: Tensor, block: RowBlock) -> None:
@@ -185,14 +185,14 @@ class RowStore:
             slots: slot per block key, int64 [N]. Their rows have been started.
             block: new values.
         """
-        r, form = self.rectangle, self._form
+        r, row_format = self.rectangle, self._row_format
         if self.file is not None:
             self.file.load(slots, block.columns, block.parts)
         targets = {name: tensor.detach() for name, tensor in self.memory.items()}
-        if form.bits:
-            views = form.parts(targets["weight"], r.c1 - r.c0)
-            targets = {part.name: view for part, view in zip(form.row_parts, views, strict=True)}
-        first, end = (form.part_column(column - r.c0) for column in block.columns)
+        if row_format.bits:
+            views = row_format.parts(targets["weight"], r.c1 - r.c0)
+            targets = {part.name: view for part, view in zip(row_format.row_parts, views, strict=True)}
+        first, end = (row_format.part_column(column - r.c0) for column in block.columns)
         for name, values in block.parts.items():
             # Parts in the file have no tensor in memory.
             if (target := targets.get(name)) is not None:
@@ -219,7 +219,7 @@ class RowStore:
 
         The result equals ``columns`` for floating-point rows, and counts bytes for quantised rows.
         """
-        return self._form.part_column(columns[0]), self._form.part_column(columns[1])
+        return self._row_format.part_column(columns[0]), self._row_format.part_column(columns[1])
 
     def columns_at(self, positions: Span) -> Span:
         """Convert an interval of columns of the row part ``weight`` to table columns.
@@ -229,5 +229,5 @@ class RowStore:
         # Special case: the last byte of a row may be padded, so its columns do not follow from the bytes.
         if positions == self.part_columns(self.rectangle.columns):
             return self.rectangle.columns
-        bits = self._form.bits or 8
+        bits = self._row_format.bits or 8
         return positions[0] * 8 // bits, positions[1] * 8 // bits

@@ -393,12 +393,12 @@ class HashedRows(ExternalRows):
         return self.file is not None
 
     @property
-    def needs_whole_rows(self) -> bool:
-        """Whether the eviction policy reads weights or optimizer state."""
+    def needs_row_sums(self) -> bool:
+        """Whether eviction scores depend on weights or optimizer state."""
         return self.keys.evict is not None and self.keys.evict.needs_rows
 
     @property
-    def form(self) -> DenseRows | QuantisedRows:
+    def row_format(self) -> DenseRows | QuantisedRows:
         """Row format of the values alone, without the values that the eviction policy stores per row."""
         return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
 
@@ -416,7 +416,7 @@ class HashedRows(ExternalRows):
     @property
     def row_parts(self) -> tuple[RowPart, ...]:
         """Parts with row values, ``weight`` first, followed by the eviction policy's parts."""
-        return (*self.form.row_parts, *self.policy_parts)
+        return (*self.row_format.row_parts, *self.policy_parts)
 
     @property
     def counts_waiting_ids(self) -> bool:
@@ -424,10 +424,10 @@ class HashedRows(ExternalRows):
         return self.keys.counts_waiting_ids and self.is_trainable
 
     def columns(self, dim: int) -> int:
-        return self.form.columns(dim)
+        return self.row_format.columns(dim)
 
     def part_column(self, column: int) -> int:
-        return self.form.part_column(column)
+        return self.row_format.part_column(column)
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Return an empty parameter, because the rows of a hashed table are outside the parameter.
@@ -451,7 +451,7 @@ class HashedRows(ExternalRows):
             dim: values per row.
         """
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
-        return self.form.num_bytes(num_rows, dim) + num_rows * policy_bytes
+        return self.row_format.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
@@ -464,13 +464,13 @@ class HashedRows(ExternalRows):
             dim: values per row.
             device: memory device.
         """
-        return self.form.new_state(spec, num_rows, dim, device)
+        return self.row_format.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        return self.form.parts(rows, dim)
+        return self.row_format.parts(rows, dim)
 
     def encode(self, values: Tensor) -> Tensor:
-        return self.form.encode(values)
+        return self.row_format.encode(values)
 
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
@@ -496,7 +496,7 @@ class HashedRows(ExternalRows):
     def initial(self) -> InitialRows:
         """Initial rows, which depend only on seed, table name and ID."""
         seed = seed_of_rows(self.seed_name or self.name, self.keys.seed)
-        return InitialRows(self.form, self.dim, seed, self.bounds, self.init_fn)
+        return InitialRows(self.row_format, self.dim, seed, self.bounds, self.init_fn)
 
 
 def is_growable(storage: RowStorage) -> TypeGuard[HashedRows]:
