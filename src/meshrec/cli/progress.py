@@ -40,7 +40,7 @@ def shown_progress(task: str) -> Iterator[Callable[[float], None]]:
 
 
 class RemainingTime:
-    """Estimates the remaining time of a task outside training, for lines printed at most every 10 seconds."""
+    """Remaining-time estimate for a task outside training, for lines printed at most every 10 seconds."""
 
     def __init__(self) -> None:
         # The current task, and its share and time at the first event.

@@ -40,7 +40,7 @@ class DataError(ValueError):
 
 
 class Faults:
-    """Raises on damaged data, or skips and counts it with a warning per location.
+    """Handler of damaged data: raises, or skips and counts it with a warning per location.
 
     Args:
         on_error: "raise" or "skip".

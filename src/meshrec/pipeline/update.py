@@ -14,7 +14,7 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """Runs the backward pass and the optimizer steps of a batch, in this order:
+    """Backward pass and optimizer steps of a batch, in this order:
 
     1. The backward pass updates fused tables, and starts the dense gradient all-reduce.
     2. Tables with ``update="on_step"`` step, if ``optimizer`` is a plain CombinedOptimizer.

@@ -14,7 +14,7 @@ LEAST_AMOUNT = 1e-3
 
 
 class Annealer:
-    """Improves plans for one problem by simulated annealing, in the compiled loop ``ops.planning.anneal``.
+    """Simulated annealing of plans for one problem, in the compiled loop ``ops.planning.anneal``.
 
     Args:
         problem: planning problem.

@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
 
 class Rounding:
-    """Finds cutting planes ("cuts") by mixed integer rounding.
+    """Generator of cutting planes ("cuts") by mixed integer rounding.
 
     The module docstring defines the rounding function F and the constant `rest`. The n pieces of a candidate
     may be uneven. Each piece costs at least `least`, and all pieces together cost n times `mean`. F is
@@ -204,7 +204,7 @@ _USED = 1e-9
 
 
 class LargestPieces:
-    """Finds cutting planes ("cuts") stating that a phase takes at least as long as the largest piece in use.
+    """Generator of cutting planes ("cuts"): a phase takes at least as long as the largest piece in use.
 
     Args:
         problem: planning problem.

@@ -84,7 +84,7 @@ class Rectangles(NamedTuple):
 
 
 class CostModel:
-    """Predicts what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
+    """Model of what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
 
     Args:
         tables: tables to plan.

@@ -75,7 +75,7 @@ class InitialPlan(NamedTuple):
 
 
 class Search:
-    """Constructs and anneals plans for a set of allowed candidates, and keeps the best.
+    """Plan search in a set of allowed candidates: constructs and anneals plans, and keeps the best.
 
     Args:
         problem: planning problem.

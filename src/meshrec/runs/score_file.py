@@ -101,7 +101,7 @@ def _fill_skipped_rows(
 
 
 class _ColumnReader:
-    """Reads data columns in portions of any size, from a reader that yields blocks of a fixed size.
+    """Reader of data columns in portions of any size, from a reader that yields blocks of a fixed size.
 
     Args:
         reader: data reader.

@@ -136,7 +136,7 @@ class HistoryCache:
 
 
 class CachedQueryEncoder:
-    """Computes query vectors, with a KV cache for the histories of earlier requests. Not thread-safe.
+    """Encoder of query vectors, with a KV cache for the histories of earlier requests. Not thread-safe.
 
     Args:
         predictor: predictor of a model which supports a KV cache (`Predictor.incremental` is not None).

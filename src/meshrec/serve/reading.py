@@ -41,7 +41,7 @@ class Body(NamedTuple):
 
 
 class BodyReader:
-    """Parses request bodies. The event loop parses small bodies itself.
+    """Parser of request bodies. The event loop parses small bodies itself.
 
     A child process parses large bodies, one at a time, so that the event loop can serve other clients
     meanwhile.

@@ -79,7 +79,7 @@ class RequestMemory(Protocol):
 
 
 class ScoringService:
-    """Scores requests from any transport.
+    """Service that scores requests from any transport.
 
     A request which cannot be answered in time is refused before the body is read.
 

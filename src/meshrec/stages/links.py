@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 class StageLink(ABC):
-    """Moves values from the device of the stage that computed them to the device of a stage that reads them.
+    """Link that moves values from the computing stage's device to the device of a stage that reads them.
 
     Subclass it to replace the transport in `Staged`. The sending stage calls `ready` and continues with other
     work. A copy thread then calls `carry`. There is a copy thread for every pair of a sending and a
@@ -43,7 +43,7 @@ class StageLink(ABC):
 
 
 class DeviceLink(StageLink):
-    """Copies values to another device. CUDA copies run on a separate stream and overlap with kernels."""
+    """Link that copies values between devices. CUDA copies use a separate stream and overlap with kernels."""
 
     def __init__(self) -> None:
         # A copy stream per destination, for the lifetime of the link.

@@ -66,7 +66,7 @@ class RemoteStageError(RuntimeError):
 
 
 class RankExchange(Exchange):
-    """Sends values and gradients between the ranks of a lane, where every rank runs a stage.
+    """Exchange of values and gradients between the ranks of a lane, where every rank runs a stage.
 
     Every message in the schedule is sent, even after a failure. Messages sent after a failure contain the
     error instead of a value. Therefore no rank waits forever, and no message of a failed batch reaches the

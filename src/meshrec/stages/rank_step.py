@@ -76,7 +76,7 @@ class Lane:
 
 
 class SplitLosses:
-    """Collects the model outputs and losses of all splits (microbatches) of a batch. The last stage fills it.
+    """Model outputs and losses of all splits (microbatches) of a batch. The last stage adds them.
 
     Args:
         output: output node in the model's graph.
@@ -206,7 +206,7 @@ class SplitLosses:
 
 
 class RankStep:
-    """Runs all actions of a batch on this rank, in the order of `schedule`.
+    """Execution of all actions of a batch on this rank, in the order of `schedule`.
 
     Args:
         flow: which values this stage exchanges with other stages.

@@ -302,7 +302,7 @@ def _has_submodule(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs a stage whose dense parameters DDP or FSDP2 keeps equal in all lanes.
+    """Caller of a stage whose dense parameters DDP or FSDP2 keeps equal in all lanes.
 
     Lanes exchange gradients only in the backward pass of the last split (microbatch).
     """

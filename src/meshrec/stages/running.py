@@ -75,7 +75,7 @@ class _SavedSplit(NamedTuple):
 
 
 class StageRun:
-    """Executes a stage for a batch.
+    """Execution of a stage for a batch.
 
     Call ``tables`` first, then ``forward`` for every split (microbatch). For training, also call ``backward``
     for every split, in any order after the split's ``forward``. Then call ``add_to_grad``,
@@ -255,7 +255,7 @@ class StageRun:
 
 
 class Caller(ABC):
-    """Runs the programs of a stage, which may be wrapped in DistributedDataParallel or FSDP2.
+    """Caller of the programs of a stage, which may be wrapped in DistributedDataParallel or FSDP2.
 
     Attributes:
         direct: whether the backward pass of a split (microbatch) adds parameter gradients to ``grad``

@@ -387,7 +387,7 @@ class _ResultLayout:
 
 
 class _RunStages(torch.autograd.Function):
-    """Runs all stages as a single autograd operation.
+    """Autograd function that runs all stages as a single operation.
 
     Inputs are the batch tensors which require gradients. Outputs are the result tensors for all splits
     (microbatches).

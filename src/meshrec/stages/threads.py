@@ -100,7 +100,7 @@ class Workers:
 
 
 class ThreadExchange(Exchange):
-    """Passes values and gradients between stage threads.
+    """Exchange of values and gradients between stage threads.
 
     Every message has a future, which the sender fills and on which the receiver waits.
 
@@ -188,7 +188,7 @@ class ThreadExchange(Exchange):
 
 
 class ProgramCaller(Caller):
-    """Calls a stage's programs directly, without a wrapper such as DistributedDataParallel."""
+    """Caller of a stage's programs without a wrapper such as DistributedDataParallel."""
 
     def __init__(self, stage: StageProgram) -> None:
         self._stage = stage
@@ -211,7 +211,7 @@ class ProgramCaller(Caller):
 
 
 class ThreadedBatch:
-    """Runs a batch through all stages, forward and then backward. Create an object for every batch.
+    """Run of a batch through all stages, forward and then backward. Create an object for every batch.
 
     Args:
         staging: all stages of the model.

@@ -19,7 +19,7 @@ Gradients = list[Tensor | None]
 
 
 class Message(NamedTuple):
-    """Identifies a message between two stages.
+    """Identifier of a message between two stages.
 
     The message has a value for a split (microbatch), or the gradients for this value.
 
@@ -224,7 +224,7 @@ def add_gradients(one: Gradients | None, other: Gradients | None) -> Gradients |
 
 
 class GradientSums:
-    """Sums the gradients for a stage's parameters over the splits (microbatches) of a batch.
+    """Sums of the gradients for a stage's parameters over the splits (microbatches) of a batch.
 
     Attributes:
         parameters: the stage's parameters.

@@ -19,7 +19,7 @@ EVALUATION_BATCH = 4096
 
 
 class OutputWindow:
-    """Collects the model outputs of training steps, from which training metrics are computed.
+    """Collector of the model outputs of training steps, from which training metrics are computed.
 
     Args:
         loss: the recipe's loss, which computes the metrics.

@@ -85,7 +85,7 @@ def ranking_baselines(
 
 
 class _BaselineEvaluator:
-    """Computes baselines' scores from training data, and evaluates them on validation and test data.
+    """Evaluator of baselines: computes scores from training data, evaluates them on validation and test data.
 
     Args:
         dataset: the dataset.

@@ -24,7 +24,7 @@ from meshrec.train.stored_run import RUN_FILES, upload_run
 
 
 class CheckpointSaver:
-    """Saves a run's checkpoints, deltas and best weights. All methods are collective.
+    """Saver of a run's checkpoints, deltas and best weights. All methods are collective.
 
     A delta is a set of files with the weights changed since the previous delta. Servers apply deltas to
     update their model. A delta is written before every checkpoint and before every save of the best weights.
@@ -231,7 +231,7 @@ class CheckpointSaver:
 
 
 class BestWeights:
-    """Keeps a copy of a model's weights at the best step. With a manager, all methods are collective.
+    """Copy of a model's weights at the best step. With a manager, all methods are collective.
 
     Args:
         model: the model whose weights are copied.

@@ -44,7 +44,7 @@ class Schedule:
 
 
 class LearningRates:
-    """Sets the learning rates of optimizers according to a schedule.
+    """Learning rates of optimizers, set according to a schedule.
 
     The rates depend on the step only, so nothing needs to be stored in checkpoints.
 

@@ -119,7 +119,7 @@ class Steps:
 
 
 class PhaseTimes:
-    """Records how much time some steps spend in every phase, such as lookup or exchange.
+    """Recorder of the time that some steps spend in every phase, such as lookup or exchange.
 
     If exchanges overlap with computation, the step after a recorded step runs without overlap, and is
     recorded as well. The difference between both steps is the time that the overlap hides.
@@ -181,7 +181,7 @@ class PhaseTimes:
 
 
 class MetricLines:
-    """Collects outputs and times of training steps, and summarizes them in metrics lines.
+    """Collector of outputs and times of training steps, which it summarizes in metrics lines.
 
     Args:
         recipe: the recipe.

@@ -9,7 +9,7 @@ _PROC = Path("/proc")
 
 
 class StoppedRanks:
-    """Finds the ranks that are stopped for too long.
+    """Detector of ranks that are stopped for too long.
 
     Other ranks notice a stopped rank only in a collective, by a timeout. While they load data or plan, there
     may be no collective for hours, but ``/proc`` always shows the process state. Without ``/proc``, nothing

@@ -137,7 +137,7 @@ least `_PROMISING_ERRORS` standard errors.
 
 
 class PairedTest:
-    """Tests whether training still lowers the validation loss, by a paired test over samples.
+    """Paired test over samples: does training still lower the validation loss?
 
     The first evaluation is the reference. A later evaluation becomes the reference if the loss is lower by
     more than chance. The losses of the same sample are compared (paired), because their differences vary less
@@ -217,7 +217,7 @@ def _mean_in_standard_errors(gains: torch.Tensor, weights: torch.Tensor | None) 
 
 
 class EarlyStopping:
-    """Decides after every evaluation whether the run should end early. It compares all metrics so far.
+    """Early stopping criterion, checked after every evaluation. It compares all metrics so far.
 
     Args:
         patience: number of evaluations without a better AUC after which the run ends; None: never.

@@ -27,7 +27,7 @@ class Straggler(NamedTuple):
 
 
 class WaitClock:
-    """Measures for how long this rank is blocked in collectives in every step."""
+    """Clock that measures how long this rank is blocked in collectives in every step."""
 
     def __init__(self) -> None:
         # Seconds blocked in every step since the last `take`.

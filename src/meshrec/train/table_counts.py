@@ -15,7 +15,7 @@ _COUNTS = ("live", "new", "refused", "evicted", "read", "hits")
 
 
 class IdCounts:
-    """Computes metrics about the IDs in every hashed table, for a metrics line.
+    """Metrics about the IDs in every hashed table, for a metrics line.
 
     A hashed table finds rows by the hash of an ID. It admits new IDs in training, and evicts old IDs.
 

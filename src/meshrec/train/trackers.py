@@ -210,7 +210,7 @@ def named_metrics(line: Line) -> dict[str, float]:
 
 
 class _SafeObserver:
-    """Wraps an observer so that an error in it does not end the run.
+    """Wrapper of an observer, so that an error in it does not end the run.
 
     After an error, a warning is logged, and the observer gets no more events.
 

@@ -24,7 +24,7 @@ from meshrec.train.weights_evaluator import WeightsEvaluator
 
 
 class Trainer:
-    """Trains a recipe's model on a dataset. Every rank has a trainer, and all ranks call it together.
+    """Trainer of a recipe's model on a dataset. Every rank has a trainer, and all ranks call it together.
 
     Args:
         recipe: the recipe.

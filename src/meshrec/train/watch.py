@@ -41,7 +41,7 @@ class FiniteFlag:
 
 
 class OutputWatch:
-    """Records the outputs of all modules in a forward pass, to search them for NaN and infinity.
+    """Recorder of the outputs of all modules in a forward pass, to search them for NaN and infinity.
 
     The outputs are searched only if the loss is not finite. Autograd keeps most outputs anyway, so recording
     costs a call per module and little memory.

@@ -27,7 +27,7 @@ _MAX_TESTED_SAMPLES = 100_000
 
 
 class WeightsEvaluator:
-    """Evaluates a run's weights, and records which weights the run reports. All methods are collective.
+    """Evaluator of a run's weights, which records which weights the run reports. All methods are collective.
 
     Args:
         recipe: the recipe.

@@ -206,7 +206,7 @@ _LAST_ACCESS = MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)
 
 
 class LFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the IDs that were read most often."""
+    """Eviction policy that keeps the IDs that were read most often."""
 
     def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS], threshold_filtering_func)
@@ -217,7 +217,7 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
 
 
 class LRU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the IDs that were read most recently."""
+    """Eviction policy that keeps the IDs that were read most recently."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_LAST_ACCESS], threshold_filtering_func)

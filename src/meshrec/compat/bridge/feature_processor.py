@@ -31,7 +31,7 @@ class _PositionWeighted(nn.Module):
 
 
 class PositionWeightedModule(_PositionWeighted):
-    """Multiplies bags by learned position weights. Takes a dict of features.
+    """Module that multiplies bags by learned position weights. Takes a dict of features.
 
     The parameter of a feature is ``position_weights.<feature>``, [maximum bag length].
 
@@ -58,7 +58,7 @@ class PositionWeightedModule(_PositionWeighted):
 
 
 class PositionWeightedProcessor(_PositionWeighted):
-    """Multiplies bags by learned position weights. Takes a KeyedJaggedTensor.
+    """Module that multiplies bags by learned position weights. Takes a KeyedJaggedTensor.
 
     The parameter of a key is ``position_weights.<key>``, [maximum bag length].
 

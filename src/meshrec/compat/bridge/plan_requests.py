@@ -211,7 +211,7 @@ class PlannerSessionContext:
 
 @runtime_checkable
 class PlannerProvider(Protocol):
-    """Builds the topology, the memory reservation and the planner for a kind of machine."""
+    """Builder of the topology, the memory reservation and the planner for a kind of machine."""
 
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
@@ -415,7 +415,7 @@ def _estimates(plan: ShardingPlan | None) -> dict[str, Any]:
 
 @runtime_checkable
 class PlanReporter(Protocol):
-    """Builds the objects that receive the statistics of a plan."""
+    """Builder of the objects that receive the statistics of a plan."""
 
     def build_stats(self, ctx: PlannerSessionContext, sku: str) -> Sequence[Any]:
         """Return the objects that receive statistics."""
@@ -488,7 +488,7 @@ class ShardingPlannerAPI(ABC):
 
 
 class ProductionPlannerOrchestrator(ShardingPlannerAPI):
-    """Plans for the kind of machine on which the program runs.
+    """Planner for the kind of machine on which the program runs.
 
     Args:
         executor, reporter, broadcast_pg: as for `ShardingPlannerAPI`.

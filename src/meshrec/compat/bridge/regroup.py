@@ -9,7 +9,7 @@ from meshrec.modules.embedding_configs import DataType
 
 
 class PermuteMultiEmbedding(nn.Module):
-    """Regroups KeyedTensor values with FBGEMM's regroup arguments; see ``kt_regroup_arguments``.
+    """Module that regroups KeyedTensor values with FBGEMM's regroup arguments; see ``kt_regroup_arguments``.
 
     Before ``init_tensors``, the module returns the values unchanged.
 

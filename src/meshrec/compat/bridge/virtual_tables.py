@@ -38,7 +38,7 @@ class NoEvictionPolicy(VirtualTableEvictionPolicy):
 
 @dataclass
 class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """Evicts the least read rows.
+    """Eviction policy that evicts the least read rows.
 
     Attributes:
         training_id_eviction_trigger_count: maximum number of rows; 0: ``num_embeddings``.
@@ -73,7 +73,7 @@ class CountBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
 @dataclass
 class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """Evicts rows without a recent update.
+    """Eviction policy that evicts rows without a recent update.
 
     Time means event time, which the program sets with ``meshrec.tables.set_event_time``.
 
@@ -98,7 +98,7 @@ class TimestampBasedEvictionPolicy(VirtualTableEvictionPolicy):
 
 @dataclass
 class FeatureL2NormBasedEvictionPolicy(VirtualTableEvictionPolicy):
-    """Evicts the rows with the smallest L2 norm.
+    """Eviction policy that evicts the rows with the smallest L2 norm.
 
     Attributes:
         training_id_eviction_trigger_count: maximum number of rows; 0: ``num_embeddings``.

@@ -25,7 +25,7 @@ _FAN_IN = 8
 
 
 class StateMerger:
-    """Merges the statistics of many tables, which are added one by one.
+    """Merger of the statistics of many tables, which are added one by one.
 
     States of about equal size are merged, so the time is nearly proportional to the rows even if most values
     differ.

@@ -1,8 +1,8 @@
 """Fit the speeds in a hardware profile to measured phases of training steps.
 
-The figures in a profile are seconds, or seconds per byte. In the cost model, the duration of a phase is a
-sum over the figures, each times an amount that depends only on the plan. The model itself provides the
-amounts: it is evaluated on machines where all figures but one are zero. The fit selects the figures whose
+The costs in a profile are seconds, or seconds per byte. In the cost model, the duration of a phase is a
+sum over the costs, each times an amount that depends only on the plan. The model itself provides the
+amounts: it is evaluated on machines where all costs but one are zero. The fit selects the costs whose
 sums are closest to the measured durations.
 """
 
@@ -18,7 +18,7 @@ from meshrec.planner.evaluate import evaluate
 from meshrec.planner.hardware import HardwareProfile, Link
 from meshrec.planner.types import Floats, Topology
 
-# Figures to fit. Durations are linear in seconds per byte, so bandwidths are fitted as their inverse.
+# Costs to fit. Durations are linear in seconds per byte, so bandwidths are fitted as their inverse.
 _SECONDS = (
     "read_row_seconds",
     "update_row_seconds",
@@ -34,9 +34,9 @@ _BANDWIDTHS = ("read_bandwidth", "update_bandwidth", "stream_bandwidth")
 _LINK = ("latency", "all_to_all", "reduce_scatter")  # factors on the separately measured links
 _LEAST = 1e-30  # seconds; not 0, because the model skips work without cost
 _NOTHING = 1e-20  # above any sum of such seconds, below any real amount
-# A figure is undetermined if it accounts for less than this fraction of every phase.
+# A cost is undetermined if it accounts for less than this fraction of every phase.
 _LEAST_SHARE = 0.01
-# A link figure is undetermined if the fit makes it less than this fraction of the separately measured time.
+# A link cost is undetermined if the fit makes it less than this fraction of the separately measured time.
 _LEAST_OF_LINK = 0.1
 # Number of reweighted fits, and number of coordinate descent sweeps per fit.
 _FITS, _SWEEPS = 20, 300
@@ -48,41 +48,41 @@ def fit(
     measured: Sequence[Mapping[str, float]],
     topology: Topology,
 ) -> HardwareProfile:
-    """Return a profile with the figures (costs and bandwidths) that best explain the measured durations.
+    """Return a profile with the hardware costs that best explain the measured durations.
 
     With several ranks, the measured links are corrected by a factor per kind of collective. The device
     description and the all-reduce bandwidth are kept.
 
-    The trials do not determine a figure that accounts for less than a hundredth of every phase. Nor do they
-    determine a link that seems ten times faster than when measured alone. An undetermined figure keeps its
+    The trials do not determine a cost that accounts for less than a hundredth of every phase. Nor do they
+    determine a link that seems ten times faster than when measured alone. An undetermined cost keeps its
     value in `base`. If this value alone would take longer than some measured phase, its time is reduced to
-    that of the phase. The other figures are then fitted again. `sources` of the result lists exactly the
-    undetermined figures.
+    that of the phase. The other costs are then fitted again. `sources` of the result lists exactly the
+    undetermined costs.
 
     Args:
-        base: profile with initial figures and separately measured links.
+        base: profile with initial costs and separately measured links.
         trials: the trials.
         measured: for every trial, seconds by phase name.
         topology: machine on which the trials ran.
 
     Raises:
-        ValueError: the trials determine no figure.
+        ValueError: the trials determine no cost.
     """
     names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
-    # [trials, phases, figures]: the factor of a figure in the duration of a phase.
+    # [trials, phases, costs]: the factor of a cost in the duration of a phase.
     amounts = np.stack(
         [_predicted_seconds(_single_figure_profile(base, name), trials, topology) for name in names], axis=-1
     )
-    # The other figures are tiny instead of 0 and leave traces in the sums.
+    # The other costs are tiny instead of 0 and leave traces in the sums.
     amounts[amounts < _NOTHING] = 0.0
     seconds = np.array([[times.get(phase, 0.0) for phase in PHASES] for times in measured])
-    # Phases that were not measured, or do not depend on any figure, give no equation.
+    # Phases that were not measured, or do not depend on any cost, give no equation.
     some = (seconds > 0) & amounts.any(axis=-1)
     share = np.broadcast_to(seconds / np.maximum(seconds.sum(axis=1, keepdims=True), _LEAST), seconds.shape)
     before = np.array([_cost_of(base, name) for name in names])
     least = np.array([_LEAST_OF_LINK if name in _LINK else 0.0 for name in names])
     used = amounts[some]
-    # The value at which a figure alone would explain the whole phase.
+    # The value at which a cost alone would explain the whole phase.
     most = np.divide(seconds[some][:, None], used, where=used > 0, out=np.full_like(used, np.inf))
     fallback = np.minimum(before, most.min(axis=0, initial=np.inf))
     values, dropped = _fit_determined(used, seconds[some], share[some], fallback, least)
@@ -105,13 +105,13 @@ def fit(
 
 
 def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, part: float) -> str:
-    """Explain to the user why a figure was not fitted, and how to measure it.
+    """Explain to the user why a cost was not fitted, and how to measure it.
 
     Args:
         base: profile that provides the value instead.
-        name: name of the figure.
-        fitted: value which the trials suggested; None if no measured phase depends on the figure.
-        part: fraction of the figure's time in `base` that is used; below 1 if `fit` had to reduce it.
+        name: name of the cost.
+        fitted: value which the trials suggested; None if no measured phase depends on the cost.
+        part: fraction of the cost's time in `base` that is used; below 1 if `fit` had to reduce it.
     """
     fallback = "what was measured of the link alone"
     if name not in _LINK:
@@ -129,9 +129,9 @@ def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, par
 
 
 def _cost_of(base: HardwareProfile, name: str) -> float:
-    """Return a figure of `base` in the unit of the fit.
+    """Return a cost of `base` in the unit of the fit.
 
-    A bandwidth becomes seconds per byte, and a fixed cost stays in seconds. For a link figure, which is
+    A bandwidth becomes seconds per byte, and a fixed cost stays in seconds. For a link cost, which is
     fitted as a factor on the measured value, the result is 1.
     """
     if name in _LINK:
@@ -151,9 +151,9 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
 
 
 def _single_figure_profile(base: HardwareProfile, name: str) -> HardwareProfile:
-    """Return a profile in which only the figure `name` takes time.
+    """Return a profile in which only the cost `name` takes time.
 
-    If `name` is a link figure, it has its value in `base`; otherwise it has the value 1.
+    If `name` is a link cost, it has its value in `base`; otherwise it has the value 1.
 
     The all-reduce bandwidth is nearly 0, so that the cost model never chooses the dense gradient exchange.
     """
@@ -184,22 +184,22 @@ def _predicted_seconds(machine: HardwareProfile, trials: Sequence[Trial], topolo
 def _fit_determined(
     amounts: Floats, seconds: Floats, share: Floats, fallback: Floats, min_values: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """Fit the X figures of a profile to N measured phases.
+    """Fit the X costs of a profile to N measured phases.
 
-    A figure is undetermined if it contributes almost nothing to every phase, or is below `min_values`. It
-    gets its value in `fallback`. Undetermined figures are removed from the fit one at a time, smallest
-    contribution first, because a removal may determine another figure.
+    A cost is undetermined if it contributes almost nothing to every phase, or is below `min_values`. It
+    gets its value in `fallback`. Undetermined costs are removed from the fit one at a time, smallest
+    contribution first, because a removal may determine another cost.
 
     Args:
-        amounts: factor [N, X] by which a figure enters the duration of a phase.
+        amounts: factor [N, X] by which a cost enters the duration of a phase.
         seconds: measured seconds [N].
         share: phase time as a fraction of the step [N].
-        fallback: values [X] for undetermined figures.
-        min_values: values [X] below which a figure counts as undetermined.
+        fallback: values [X] for undetermined costs.
+        min_values: values [X] below which a cost counts as undetermined.
 
     Returns:
-        The values [X], and a dict with the undetermined figures by index. It has a figure's last fitted
-        value, or None if no measured phase depends on the figure.
+        The values [X], and a dict with the undetermined costs by index. It has a cost's last fitted
+        value, or None if no measured phase depends on the cost.
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
     while True:
@@ -207,7 +207,7 @@ def _fit_determined(
         values = fallback.copy()
         fixed_seconds = amounts @ np.where(np.isin(np.arange(len(fallback)), free), 0.0, fallback)
         values[free] = _fit_costs(amounts[:, free], seconds, share, fixed_seconds)
-        # A figure's largest part in any measured phase.
+        # A cost's largest part in any measured phase.
         parts = (amounts * values / seconds[:, None]).max(axis=0, initial=0.0)
         unclear = [i for i in free.tolist() if parts[i] < _LEAST_SHARE or values[i] < min_values[i]]
         if not unclear:
@@ -238,7 +238,7 @@ def _fit_costs(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: F
         # weight of a phase predicted near 0.
         weights = np.sqrt(share / (seconds * np.maximum(predicted, seconds / 10)))
         scaled = amounts * weights[:, None]
-        # Columns are normalized, because figures differ by many orders of magnitude.
+        # Columns are normalized, because costs differ by many orders of magnitude.
         size = np.maximum(np.linalg.norm(scaled, axis=0), np.finfo(float).tiny)
         gram = (scaled / size).T @ (scaled / size)
         values = (
