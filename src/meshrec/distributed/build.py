@@ -41,7 +41,7 @@ from meshrec.tables.initial import initial_rows
 from meshrec.tables.local_shards import LocalShards, allocate
 from meshrec.tables.module import TableModule, TableSplit
 from meshrec.tables.optimizer import (
-    Deferred,
+    DeferredUpdate,
     FusedOptimizer,
     FusedTable,
     KeyOrderedState,
@@ -166,14 +166,14 @@ class ModuleParts(Blueprint):
         tables = self.routing.tables
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
-    def deferred(self) -> Deferred | None:
+    def deferred(self) -> DeferredUpdate | None:
         """Return the update function and the gradient signal for ``fused_optimizer.step()``.
 
         The signal is a parameter whose gradient tells all ranks whether there is a finite gradient to apply;
         see `GradientSignal`. Return None if the backward pass updates all tables.
         """
         collected = self.tables.collected
-        return None if collected is None else Deferred(self.tables.step, collected.signal)
+        return None if collected is None else DeferredUpdate(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
         """Return the number of updates so far, by table number; 0 without a fused optimizer."""

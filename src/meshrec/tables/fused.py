@@ -16,7 +16,7 @@ from meshrec.tables.hashed.table import HashedTable
 from meshrec.tables.index import check_pinned, pins_of, release_pins
 from meshrec.tables.local_shards import LocalShard, LocalShards, parameter_shard, table_shard
 from meshrec.tables.optimizer import (
-    Deferred,
+    DeferredUpdate,
     FusedOptimizer,
     FusedTable,
     KeyOrderedState,
@@ -132,7 +132,7 @@ class WholeTables(tbe.Updater):
         # attached. The lock serializes updates from several threads.
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}
-        self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)
+        self.optimizer = FusedOptimizer(named, DeferredUpdate(self._step) if update == "on_step" else None)
         """Optimizer of the tables, which the collection shows as ``fused_optimizer``."""
 
     @property

@@ -165,8 +165,8 @@ class FusedTable(NamedTuple):
     ``local_shards.GradientBuffer``."""
 
 
-class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies the gradients that the backward pass has collected."""
+class DeferredUpdate(NamedTuple):
+    """Update by ``FusedOptimizer.step``, which applies the gradients that the backward pass has collected."""
 
     step: Callable[[], None]
     """Function that applies the collected gradients to the tables."""
@@ -204,7 +204,7 @@ class FusedOptimizer(KeyedOptimizer):
         deferred: how ``step`` applies collected gradients; None if the backward pass updates the tables.
     """
 
-    def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
+    def __init__(self, tables: Mapping[str, FusedTable], deferred: DeferredUpdate | None) -> None:
         # Replaced by ``rebind``, as is ``_deferred``. The containers in ``_shared`` stay.
         self.tables: dict[str, FusedTable] = {}
         self._shared = _Shared({}, {}, [])
@@ -212,7 +212,7 @@ class FusedOptimizer(KeyedOptimizer):
         super().__init__(*self._shared)
         self.defaults = {}
 
-    def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
+    def rebind(self, tables: Mapping[str, FusedTable], deferred: DeferredUpdate | None) -> None:
         """Replace the tables, after resharding has moved them to other parameters.
 
         All code that holds this optimizer, its state, or its groups sees the new tables.

@@ -71,7 +71,7 @@ def fit(
     names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
     # [trials, phases, costs]: the factor of a cost in the duration of a phase.
     amounts = np.stack(
-        [_predicted_seconds(_single_figure_profile(base, name), trials, topology) for name in names], axis=-1
+        [_predicted_seconds(_single_cost_profile(base, name), trials, topology) for name in names], axis=-1
     )
     # The other costs are tiny instead of 0 and leave traces in the sums.
     amounts[amounts < _NOTHING] = 0.0
@@ -88,20 +88,20 @@ def fit(
     values, dropped = _fit_determined(used, seconds[some], share[some], fallback, least)
     if len(dropped) == len(names):
         raise ValueError(
-            f"the {len(trials)} trials determine none of the figures {names}: measured were the seconds "
+            f"the {len(trials)} trials determine none of the costs {names}: measured were the seconds "
             f"{list(map(dict, measured))}; a profile takes at least one. Run again on a machine that does "
             "nothing else, and without --quick."
         )
-    figures_by_name = dict(zip(names, values.tolist(), strict=True))
-    link = {name: figures_by_name.pop(name, 1.0) for name in _LINK}
-    rates = {name: 1 / figures_by_name.pop(name) for name in _BANDWIDTHS}
-    figures: dict[str, Any] = figures_by_name | rates
+    costs_by_name = dict(zip(names, values.tolist(), strict=True))
+    link = {name: costs_by_name.pop(name, 1.0) for name in _LINK}
+    rates = {name: 1 / costs_by_name.pop(name) for name in _BANDWIDTHS}
+    profile_fields: dict[str, Any] = costs_by_name | rates
     sources = {
         names[i]: _fallback_reason(base, names[i], fitted, fallback[i] / before[i] if before[i] else 1.0)
         for i, fitted in sorted(dropped.items())
     }
     intra, inter = _corrected(base.intra, link), _corrected(base.inter, link)
-    return replace(base, intra=intra, inter=inter, sources=sources, **figures)
+    return replace(base, intra=intra, inter=inter, sources=sources, **profile_fields)
 
 
 def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, part: float) -> str:
@@ -136,8 +136,8 @@ def _cost_of(base: HardwareProfile, name: str) -> float:
     """
     if name in _LINK:
         return 1.0
-    figure: float = getattr(base, name)
-    return 1 / figure if name in _BANDWIDTHS else figure
+    value: float = getattr(base, name)
+    return 1 / value if name in _BANDWIDTHS else value
 
 
 def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
@@ -150,7 +150,7 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
     )
 
 
-def _single_figure_profile(base: HardwareProfile, name: str) -> HardwareProfile:
+def _single_cost_profile(base: HardwareProfile, name: str) -> HardwareProfile:
     """Return a profile in which only the cost `name` takes time.
 
     If `name` is a link cost, it has its value in `base`; otherwise it has the value 1.
@@ -158,14 +158,14 @@ def _single_figure_profile(base: HardwareProfile, name: str) -> HardwareProfile:
     The all-reduce bandwidth is nearly 0, so that the cost model never chooses the dense gradient exchange.
     """
     none = Link(latency=0.0, all_to_all=np.inf, reduce_scatter=np.inf, all_reduce=_LEAST)
-    figures: dict[str, Any] = dict.fromkeys(_SECONDS, _LEAST) | dict.fromkeys(_BANDWIDTHS, np.inf)
-    figures |= {"intra": none, "inter": none}
+    profile_fields: dict[str, Any] = dict.fromkeys(_SECONDS, _LEAST) | dict.fromkeys(_BANDWIDTHS, np.inf)
+    profile_fields |= {"intra": none, "inter": none}
     if name in _LINK:
         for link in ("intra", "inter"):
-            figures[link] = replace(none, **{name: getattr(getattr(base, link), name)})
+            profile_fields[link] = replace(none, **{name: getattr(getattr(base, link), name)})
     else:
-        figures[name] = 1.0
-    return replace(base, **figures)
+        profile_fields[name] = 1.0
+    return replace(base, **profile_fields)
 
 
 def _predicted_seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
