@@ -21,7 +21,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
 class Mover:
-    """Copies batches to a device. CUDA copies run on a separate stream, and overlap with computation.
+    """Mover of batches to a device. CUDA copies run on a separate stream, and overlap with computation.
 
     Args:
         device: device to copy to; None: batches are returned unchanged.

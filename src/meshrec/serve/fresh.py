@@ -60,7 +60,7 @@ class Quantization(NamedTuple):
 
 
 class Deltas:
-    """Reads the deltas in a folder in order, and applies them to a package's weights.
+    """Reader of the deltas in a folder, which applies them in order to a package's weights.
 
     A delta is an update of the weights, published by a training run. It has the changed rows of tables, the
     IDs evicted from hashed tables, and other weights as whole tensors. Rows of quantized tables are quantized

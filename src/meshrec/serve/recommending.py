@@ -64,7 +64,9 @@ def parse_query(query: bytes, allowed: Sequence[str]) -> dict[str, str]:
 
 
 class ItemVectors:
-    """Ranks the items of a package. Item vectors are computed once per version of the weights.
+    """Item vectors of a package, with which its items are ranked.
+
+    The vectors are computed once per version of the weights.
 
     Args:
         predictor: predictor of the package.

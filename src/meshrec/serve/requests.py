@@ -104,7 +104,7 @@ class InferRequest(NamedTuple):
 
 
 class RequestSplitter:
-    """Cuts pieces from a request which has too many samples for a batch.
+    """Splitter of a request which has too many samples for a batch.
 
     Args:
         request: the whole request.

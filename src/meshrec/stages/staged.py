@@ -318,10 +318,10 @@ def extract_values(
 
 
 class _ResultLayout:
-    """Flattens the results of all splits (microbatches) into a tuple of tensors, and restores them from it.
+    """Layout of the results of all splits (microbatches) in a flat tuple of tensors.
 
-    The tuple is needed because autograd functions return only tensors. Call `take`, then `give`, then
-    `result`.
+    Autograd functions return only tensors, so the results are flattened into the tuple, and restored from it.
+    Call `take`, then `give`, then `result`.
 
     Args:
         names: names of the values which stages compute and the model returns.

@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 
 
 class TrainStep:
-    """Runs training steps. Call it once per step.
+    """Training step. Call it once per step.
 
     All samples of a step count as a single batch, across ranks and accumulated batches: the loss is the mean
     over all of them, even if ranks have different sample counts.

@@ -30,7 +30,7 @@ _logger = logging.getLogger("meshrec.train")
 
 
 class Steps:
-    """Runs training steps with scheduled learning rates, and records phase times, a profile and failures.
+    """Training steps with scheduled learning rates. Records phase times, a profile and failures.
 
     Args:
         recipe: the recipe.

@@ -229,7 +229,10 @@ class LRU_EvictionPolicy(MCHEvictionPolicy):
 
 
 class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
-    """Keeps the IDs with the highest ratio ``count / (iterations since the last read) ** decay_exponent``."""
+    """Eviction policy that keeps the IDs with the highest ratio of reads to time since the last read.
+
+    The score is ``count / (iterations since the last read) ** decay_exponent``.
+    """
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
         super().__init__([_COUNTS, _LAST_ACCESS], threshold_filtering_func)

@@ -56,7 +56,7 @@ class ConsoleScalarLoggerBackend(ScalarLoggerBackend):
 
 
 class ScalarLogger(nn.Module):
-    """Counts how the IDs of a table were remapped to rows, and reports rates every ``frequency`` steps.
+    """Counter of how the IDs of a table were remapped to rows, which reports rates every ``frequency`` steps.
 
     An ID is a hit if it already has a row, an insert if it gets a free row, and otherwise a collision.
 

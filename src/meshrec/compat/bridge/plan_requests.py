@@ -315,7 +315,7 @@ class DefaultPlannerProvider(PlannerProvider):
 
 @runtime_checkable
 class PlannerExecutor(Protocol):
-    """Makes the plan for a kind of machine."""
+    """Planner for a kind of machine."""
 
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
@@ -431,7 +431,7 @@ class DefaultPlanReporter(PlanReporter):
 
 
 class ShardingPlannerAPI(ABC):
-    """Plans a request for every kind of machine that a subclass returns from ``_targets``.
+    """Planning of a request for every kind of machine that a subclass returns from ``_targets``.
 
     Args:
         executor: makes the plan for a kind of machine.
