@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 
@@ -41,3 +43,42 @@ def test_the_callers_generator_is_left_alone():
     torch.manual_seed(3)
     rows(0, 9)
     assert torch.equal(torch.rand(2), expected)
+
+
+def sine_of_row(weight):
+    weight.copy_(torch.arange(len(weight)).sin()[:, None])
+
+
+def in_order(weight):
+    weight.copy_(torch.linspace(-1, 1, weight.numel()).view(weight.shape))
+
+
+def read(weight):
+    weight.fill_(len(weight) + float(weight.fill_(1).sum()))
+
+
+@pytest.mark.parametrize(
+    "init_fn", [torch.nn.init.xavier_uniform_, torch.nn.init.orthogonal_, sine_of_row, in_order, read]
+)
+def test_what_depends_on_the_shape_fills_the_whole_table(init_fn):
+    (drawn,) = initial_rows((300, 433), table="t0", size=(1000, 8), init_fn=init_fn, seed=0)
+    torch.manual_seed(initial._block_seed(0, "t0", 0))
+    whole = torch.empty(1000, 8)
+    init_fn(whole)
+    assert drawn[0] == 300
+    assert torch.equal(drawn[1], whole[300:433])
+
+
+@pytest.mark.parametrize(
+    "init_fn",
+    [
+        lambda weight: torch.nn.init.trunc_normal_(weight, std=0.02),
+        functools.partial(torch.nn.init.trunc_normal_, a=-0.1, b=0.1),
+        lambda weight: weight.copy_(torch.randn(weight.shape)).mul_(0.1),
+        lambda weight: weight.copy_(torch.rand_like(weight) - 0.5),
+        torch.nn.init.zeros_,
+    ],
+)
+def test_what_fills_rows_alike_fills_block_by_block(init_fn):
+    drawn = initial_rows((0, 1000), table="t0", size=(1000, 8), init_fn=init_fn, seed=0)
+    assert [begin for begin, _ in drawn] == [*range(0, 1000, 64)]

@@ -201,29 +201,23 @@ def prepare(
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
-            names_loaded_by_id = hashed.names(entry)
-            added = (
-                _added_since(entry, item, saved.get(entry, set())) if kind == _MODULE and not partial else {}
-            )
+            added = {} if partial else _added_since(entry, item, saved.get(entry, set()))
+            loaded_otherwise = hashed.names(entry) | added.keys()
             content = select_local_state(content, item, state) if is_part and kind == _OPTIMIZER else content
             if kind == _OPTIMIZER:
                 # Torch optimizers create state in their first step. It must exist to be filled in place.
                 undo.append(create_state(as_keyed_optimizer(item, state), content))
             targets, finisher, current_content = _fill_targets(
-                entry, item, kind, content, state, keeps_names=is_part or bool(names_loaded_by_id or added)
+                entry, item, kind, content, state, keeps_names=is_part or bool(loaded_otherwise)
             )
             # The state dict also refers to tensors that are loaded by ID, so `check_state_dict` below needs
             # all of them.
             whole = targets
-            targets = {
-                name: tensor
-                for name, tensor in whole.items()
-                if name not in names_loaded_by_id and name not in added
-            }
-            names = saved.get(entry, set()) - names_loaded_by_id
+            targets = {name: tensor for name, tensor in whole.items() if name not in loaded_otherwise}
+            names = saved.get(entry, set()) - loaded_otherwise
             if partial and kind == _MODULE:
                 targets, finisher = _select_common(
-                    entry, item, targets, names, rank, is_only_source=not names_loaded_by_id
+                    entry, item, targets, names, rank, is_only_source=not loaded_otherwise
                 )
             # With `partial`, `targets` has only the common names. The checkpoint of a pipeline stage also has
             # the tensors of other stages, which are ignored.
@@ -233,7 +227,7 @@ def prepare(
                 manifest,
                 set(targets) if partial else names & set(targets) if is_part else names,
             )
-            if not (partial or is_part or names_loaded_by_id or added):
+            if not (partial or is_part or loaded_otherwise):
                 _check_references(entry, kind, content, current_content)
             if kind == _OPTIMIZER:
                 as_keyed_optimizer(item, state).check_state_dict(decode(content, whole.__getitem__))
@@ -269,7 +263,7 @@ def prepare(
     return Loading(names, fresh, accept, tensors, fill, hashed.exchange_row_counts, finish)
 
 
-def _added_since(entry: str, item: nn.Module, saved: set[str]) -> dict[str, Callable[[], object]]:
+def _added_since(entry: str, item: Any, saved: set[str]) -> dict[str, Callable[[], object]]:
     """Return the module's buffers that did not exist yet when the checkpoint was written.
 
     A module that gains a buffer in a new release gives it a value with which the module computes what it
@@ -277,7 +271,7 @@ def _added_since(entry: str, item: nn.Module, saved: set[str]) -> dict[str, Call
 
     Args:
         entry: entry name.
-        item: module to load.
+        item: module or optimizer to load. Optimizers have no such buffers.
         saved: names of the entry's tensors in the checkpoint.
 
     Returns:
@@ -285,7 +279,7 @@ def _added_since(entry: str, item: nn.Module, saved: set[str]) -> dict[str, Call
     """
     module = item.module if isinstance(item, DistributedModelParallel) else item
     added: dict[str, Callable[[], object]] = {}
-    for path, child in module.named_modules():
+    for path, child in module.named_modules() if isinstance(module, nn.Module) else ():
         for buffer, value in getattr(child, "older_checkpoints", {}).items():
             name = ".".join(part for part in (entry, path, buffer) if part)
             if name not in saved:

@@ -5,12 +5,15 @@ Rows are drawn in blocks of consecutive whole rows. Every block has a separate r
 same values as any other rank.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from meshrec.tables.table import Span
 
@@ -27,8 +30,9 @@ def initial_rows(
         rows: first and end row.
         table: table name, which is hashed into the random seed.
         size: whole-table row and column counts.
-        init_fn: fills an fp32 tensor [n, columns] on the CPU in place, from torch's default generator. It
-            must treat all rows alike, because it is not told the row numbers.
+        init_fn: fills an fp32 tensor [n, columns] on the CPU in place, from torch's default generator. If it
+            does something else for another number of rows, as ``torch.nn.init.xavier_uniform_`` does, it
+            fills the whole table at once, which takes the memory of the whole table on every rank.
         seed: random seed.
 
     Yields:
@@ -38,6 +42,8 @@ def initial_rows(
     num_rows, dim = size
     r0, r1 = rows
     height = block_rows(num_rows, dim)
+    if height < num_rows and not _fills_rows_alike(init_fn, dim):
+        height = num_rows
     memory = torch.empty(height, dim)
     for block in range(r0 // height, -(-r1 // height)):
         start = block * height
@@ -49,6 +55,89 @@ def initial_rows(
             init_fn(values)
         low, high = max(start, r0), min(start + len(values), r1)
         yield low, values[low - start : high - start]
+
+
+# Functions of torch.nn.init whose result does not depend on the number of rows. Known ones are not tried out,
+# because the first use of a dispatch mode imports torch._dynamo, which takes seconds.
+_ALIKE = ("constant_", "kaiming_normal_", "kaiming_uniform_", "normal_", "ones_", "trunc_normal_", "uniform_")
+_FILL_ROWS_ALIKE = {getattr(nn.init, name) for name in (*_ALIKE, "zeros_")}
+# Operators without a tag that treat all rows alike: they fill, copy, create or read tensors.
+_ROW_BY_ROW = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("copy_", "zero_", "empty", "empty_like", "new_empty", "zeros", "zeros_like", "ones", "ones_like"),
+        *("full", "full_like", "detach", "_to_copy", "lift_fresh", "fill_", "any", "_local_scalar_dense"),
+    )
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators that are called, and their arguments, with ``None`` for a tensor.
+
+    Args:
+        num_rows: number of rows of the filled tensor, which is recorded as -1 in shapes.
+
+    Attributes:
+        is_row_by_row: whether all operators treat all rows alike.
+        calls: operators and arguments.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_rows = num_rows
+        self.is_row_by_row = True
+        self.calls: list[str] = []
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+        if not tags.intersection(func.tags) and func.overloadpacket not in _ROW_BY_ROW:
+            self.is_row_by_row = False
+        self.calls.append(f"{func} {[self._plain(arg) for arg in (*args, *kwargs.items())]}")
+        return func(*args, **kwargs)
+
+    def _plain(self, value: object) -> object:
+        if isinstance(value, Tensor):
+            return None
+        if isinstance(value, list | tuple):
+            return [
+                -1 if isinstance(item, int) and item == self._num_rows else self._plain(item)
+                for item in value
+            ]
+        return str(value)
+
+
+def _fills_rows_alike(init_fn: Callable[[Tensor], Any], dim: int) -> bool:
+    """Return whether ``init_fn`` treats all rows alike, so that a table may be filled block by block.
+
+    A function that is not known is called with two small tensors: the operators and their arguments must be
+    the same for both.
+
+    Args:
+        init_fn: see ``initial_rows``; or the method ``init_weight`` of a table's config, which calls the
+            config's ``init_fn``, or fills all rows alike if that is None.
+        dim: whole-table columns.
+    """
+    config = getattr(init_fn, "__self__", None)
+    function = getattr(config, "init_fn", init_fn)
+    while isinstance(function, functools.partial):
+        function = function.func
+    if function is None or function in _FILL_ROWS_ALIKE:
+        return True
+    calls = []
+    # Row counts that differ from the column count, so that the recorder recognizes them.
+    for num_rows in (dim + 1, dim + 2):
+        recorder = _Recorder(num_rows)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+            init_fn(torch.zeros(num_rows, dim))
+        if not recorder.is_row_by_row:
+            return False
+        # A set, because functions that draw until all values fit call operators a random number of times.
+        calls.append(set(recorder.calls))
+    return calls[0] == calls[1]
 
 
 def block_rows(num_rows: int, dim: int) -> int:
