@@ -19,6 +19,7 @@ from meshrec.cli import (
     evaluate,
     explain,
     export,
+    fit,
     inspect,
     launch,
     leaderboard,
@@ -47,6 +48,7 @@ OPTIONS = {
     "evaluate": [evaluate.EvaluateOptions],
     "explain": [explain.ExplainOptions],
     "export": [export.ExportOptions],
+    "fit": [fit.FitOptions],
     "inspect": [inspect.InspectOptions],
     "launch": [
         launch.SlurmOptions,

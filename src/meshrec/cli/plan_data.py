@@ -64,7 +64,7 @@ def print_data_plan(
     needed = total(parts).memory * ranks
     if needed > limit:
         remedy = (
-            "sort the log into a folder (--data.histories FOLDER)"
+            "set data.histories of the recipe to a folder, where the log is sorted on disk"
             if size.is_log and not size.in_histories
             else "keep rows of tables in files (see the page Larger than memory)"
         )
