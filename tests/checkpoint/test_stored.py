@@ -4,6 +4,7 @@ installed.
 
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -164,3 +165,31 @@ def test_a_failed_upload_is_raised_on_every_rank(ranks, tmp_path):
     assert "ZeroDivisionError" in error
     assert steps == [1]
     assert other == (error, steps)
+
+
+def test_a_file_on_a_disk_is_seen_when_it_is_complete(tmp_path):
+    store, pipe = ObjectStore(f"file://{tmp_path}/store"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    upload = threading.Thread(target=store.put, args=(pipe, "note.json"))
+    upload.start()
+    with pipe.open("wb") as source:
+        source.write(b"{}")
+        source.flush()
+        while store.names(partial=True) != ["note.json.part"]:
+            time.sleep(0.01)
+        assert store.names() == []
+    upload.join()
+    assert store.names(partial=True) == ["note.json"]
+    assert store.read("note.json") == b"{}"
+
+
+def test_interrupted_uploads_are_removed_with_their_checkpoint(tmp_path):
+    kept = alone(tmp_path)
+    kept.save(3, {"model": torch.nn.Linear(3, 2)})
+    (folder,) = (tmp_path / "store").iterdir()
+    part = folder / "data-0123456789abcdef-00001.safetensors.part"
+    part.write_bytes(b"cut")
+    assert kept.load_latest({"model": torch.nn.Linear(3, 2)}) == 3
+    kept.save(4, {"model": torch.nn.Linear(3, 2)})
+    kept.save(5, {"model": torch.nn.Linear(3, 2)})
+    assert not folder.exists() or list(folder.iterdir()) == []

@@ -35,6 +35,8 @@ _KIND = "staged"
 """Kind of the scratch folders, which is part of their names; see ``durable.make_scratch``."""
 # Bytes per read and write.
 _BLOCK = 8 << 20
+# Suffix of a file during the upload to a disk, which would show the file before it is complete.
+_PART = ".part"
 
 
 class ObjectStore:
@@ -68,10 +70,16 @@ class ObjectStore:
 
     def put(self, local: Path, name: str) -> None:
         """Upload the file ``local`` as ``name``. Readers see it only when it is complete."""
-        self._files.create_dir(self._path(name).rpartition("/")[0], recursive=True)
-        with local.open("rb") as source, self._files.open_output_stream(self._path(name)) as target:
+        path = self._path(name)
+        # Object stores show a file when it is complete. For ``file://`` a rename does.
+        is_disk = self._files.type_name == "local"
+        upload_path = f"{path}{_PART}" if is_disk else path
+        self._files.create_dir(path.rpartition("/")[0], recursive=True)
+        with local.open("rb") as source, self._files.open_output_stream(upload_path) as target:
             while block := source.read(_BLOCK):
                 target.write(block)
+        if is_disk:
+            self._files.move(upload_path, path)
 
     def get(self, name: str, local: Path) -> None:
         """Download ``name`` to the file ``local``, which appears only when it is complete."""
@@ -85,13 +93,16 @@ class ObjectStore:
         with self._files.open_input_stream(self._path(name)) as source:
             return bytes(source.read())
 
-    def names(self) -> list[str]:
-        """Return the names of all files in this folder and subfolders, sorted, relative to the folder."""
+    def names(self, *, partial: bool = False) -> list[str]:
+        """Return the names of all files in this folder and subfolders, sorted, relative to the folder.
+
+        Args:
+            partial: whether to include files whose upload has not ended, or was interrupted.
+        """
         selector = self._fs.FileSelector(self._root, recursive=True, allow_not_found=True)
         infos = self._files.get_file_info(selector)
-        return sorted(
-            info.path[len(self._root) + 1 :] for info in infos if info.type == self._fs.FileType.File
-        )
+        names = [info.path[len(self._root) + 1 :] for info in infos if info.type == self._fs.FileType.File]
+        return sorted(name for name in names if partial or not name.endswith(_PART))
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
@@ -164,7 +175,7 @@ class StoredCheckpoints:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             names = [name for object_step, name in self._objects() if object_step == step]
             # Notes remain only if a save was interrupted after its manifest; a load does not need them.
-            names = [name for name in names if not name.startswith("note-")]
+            names = [name for name in names if not name.startswith("note-") and not name.endswith(_PART)]
             # The manifest last, because it makes the downloaded checkpoint complete.
             for name in sorted(names, key=lambda name: name == MANIFEST):
                 self._store.get(f"{step_name(step)}/{name}", to / step_name(step) / name)
@@ -195,10 +206,10 @@ class StoredCheckpoints:
             remove_scratch(scratch)
 
     def _objects(self) -> Iterator[tuple[int, str]]:
-        """Yield (step, file name) for all checkpoint objects in the store."""
-        for object_name in self._store.names():
+        """Yield (step, file name) for all checkpoint objects in the store, partial uploads included."""
+        for object_name in self._store.names(partial=True):
             folder, _, name = object_name.partition("/")
             step = step_of(folder)
             # Other objects in the store belong to the user.
-            if step is not None and _FILE.fullmatch(name):
+            if step is not None and _FILE.fullmatch(name.removesuffix(_PART)):
                 yield step, name
