@@ -82,3 +82,17 @@ def test_what_depends_on_the_shape_fills_the_whole_table(init_fn):
 def test_what_fills_rows_alike_fills_block_by_block(init_fn):
     drawn = initial_rows((0, 1000), table="t0", size=(1000, 8), init_fn=init_fn, seed=0)
     assert [begin for begin, _ in drawn] == [*range(0, 1000, 64)]
+
+
+class Constant:
+    """A callable without a hash."""
+
+    __hash__ = None
+
+    def __call__(self, weight):
+        weight.fill_(0.5)
+
+
+def test_a_callable_object_without_a_hash_fills_block_by_block():
+    drawn = initial_rows((0, 1000), table="t0", size=(1000, 8), init_fn=Constant(), seed=0)
+    assert [begin for begin, _ in drawn] == [*range(0, 1000, 64)]

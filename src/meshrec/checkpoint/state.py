@@ -266,8 +266,8 @@ def prepare(
 def _added_since(entry: str, item: Any, saved: set[str]) -> dict[str, Callable[[], object]]:
     """Return the module's buffers that did not exist yet when the checkpoint was written.
 
-    A module that gains a buffer in a new release gives it a value with which the module computes what it
-    computed before: ``older_checkpoints = {"buffer": value}``.
+    A module that gains a buffer in a new release declares the neutral value, which leaves the results of
+    older models unchanged: ``older_checkpoints = {"buffer": value}``.
 
     Args:
         entry: entry name.

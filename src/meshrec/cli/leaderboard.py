@@ -29,7 +29,7 @@ class LeaderboardOptions:
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Parquet or CSV files, folders or patterns. They provide training, validation and test rows."""
     label: str
-    """Column to learn: two values, such as 0 and 1 or two texts, or numbers."""
+    """Column to learn: two values, such as 0 and 1 or two strings, or numbers."""
     time: str | None = None
     """Column that orders the rows: the latest rows are held out. None: rows are held out at random."""
     models: tuple[str, ...] = ("wide_deep", "dlrm", "dcn", "deepfm")

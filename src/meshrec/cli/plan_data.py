@@ -129,7 +129,7 @@ def _given(counts: dict[str, Any]) -> DataSize:
 
 
 def _of_source(source: Path, counts: dict[str, Any]) -> DataSize:
-    """Return the size of a recipe's or run's data, with the given counts in place of its own.
+    """Return the size of a recipe's or run's data, except for counts that the caller gives.
 
     Args:
         source: recipe, or run name or folder.

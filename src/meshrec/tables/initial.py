@@ -60,7 +60,7 @@ def initial_rows(
 # Functions of torch.nn.init whose result does not depend on the number of rows. Known ones are not tried out,
 # because the first use of a dispatch mode imports torch._dynamo, which takes seconds.
 _ALIKE = ("constant_", "kaiming_normal_", "kaiming_uniform_", "normal_", "ones_", "trunc_normal_", "uniform_")
-_FILL_ROWS_ALIKE = {getattr(nn.init, name) for name in (*_ALIKE, "zeros_")}
+_FILL_ROWS_ALIKE = [getattr(nn.init, name) for name in (*_ALIKE, "zeros_")]
 # Operators without a tag that treat all rows alike: they fill, copy, create or read tensors.
 _ROW_BY_ROW = {
     getattr(torch.ops.aten, name)
@@ -125,7 +125,8 @@ def _fills_rows_alike(init_fn: Callable[[Tensor], Any], dim: int) -> bool:
     function = getattr(config, "init_fn", init_fn)
     while isinstance(function, functools.partial):
         function = function.func
-    if function is None or function in _FILL_ROWS_ALIKE:
+    # By identity, because a callable object may have no hash.
+    if function is None or any(function is known for known in _FILL_ROWS_ALIKE):
         return True
     calls = []
     # Row counts that differ from the column count, so that the recorder recognizes them.

@@ -179,7 +179,7 @@ class KeyedParts:
         index = self.index_per_key()[key]
         starts, bags = self.offset_per_key(), self.lengths_offset_per_key()
         start = starts[index]
-        # Without lengths and offsets there are no counts, and `starts` is [0].
+        # Without lengths and offsets, `starts` is [0].
         end = starts[index + 1] if index + 1 < len(starts) else start
         weights = self._weights
         return JaggedTensor(
