@@ -1,8 +1,8 @@
 """``meshrec fit``: fit the features of a recipe once, for any number of runs."""
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from meshrec.cli.arguments import HELP, check_output
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.on_ranks import on_ranks
+from meshrec.cli.progress import shown_progress
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.run_options import RankOptions
 from meshrec.cli.train import parse, split_recipe
@@ -19,8 +20,8 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import TableSource
 from meshrec.train.recipes import full_name, resolve
 
-_SECONDS_BETWEEN_LINES = 5.0
-"""Seconds between two lines about progress."""
+_TASK = "fitting features"
+"""Name of the task in lines about progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +79,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(ranks: Ranks) -> None:
         """Fit on all ranks. Rank 0 writes the folder."""
-        progress = _Progress(is_shown=ranks.is_first)
-        fitted = data.fit_on_ranks(ranks.axis, progress)
+        start = time.monotonic()
+        with shown_progress(_TASK) if ranks.is_first else nullcontext(_ignore) as progress:
+            fitted = data.fit_on_ranks(ranks.axis, progress)
         with together(ranks.axis, "writing the features"):
             if fitted is not None:
-                _write(fitted, options.out, data, progress)
+                _write(fitted, options.out, data, time.monotonic() - start)
 
     return on_ranks("fit", arguments, work, nproc=options.nproc, device=options.device)
 
@@ -104,46 +106,29 @@ def _fit_on_engine(options: FitOptions, source: str, data: TableSource) -> None:
         on_cluster = ray_engine(options.num_workers)
     else:
         on_cluster = dask_engine(options.num_workers)
-    progress = _Progress(is_shown=True)
+    start = time.monotonic()
+    with shown_progress(_TASK) as progress:
 
-    def engine(function: Any, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Run tasks on the cluster, and show the share that is finished."""
-        tasks = list(tasks)
-        for number, result in enumerate(on_cluster(function, tasks), 1):
-            progress(number / len(tasks))
-            yield result
+        def engine(function: Any, tasks: Iterable[Any]) -> Iterator[Any]:
+            """Run tasks on the cluster, and show the share that is finished."""
+            tasks = list(tasks)
+            for number, result in enumerate(on_cluster(function, tasks), 1):
+                progress(number / len(tasks))
+                yield result
 
-    _write(data.fit(engine), options.out, data, progress)
+        fitted = data.fit(engine)
+    _write(fitted, options.out, data, time.monotonic() - start)
 
 
-def _write(fitted: Any, folder: Path, data: TableSource, progress: "_Progress") -> None:
-    """Write fitted features, and print a summary."""
+def _ignore(share: float) -> None:
+    """Show no progress, on ranks other than the first."""
+
+
+def _write(fitted: Any, folder: Path, data: TableSource, seconds: float) -> None:
+    """Write features that were fitted in some seconds, and print a summary."""
     write_fit(fitted, folder, data.fit_options())
     tables = sum(feature.num_embeddings for feature in fitted.described())
     print(
         f"{folder}: {len(fitted.features)} features with {tables:,} rows in tables, fitted in "
-        f"{progress.seconds():.1f} s\nnext: meshrec train RECIPE --data.fitted {folder}"
+        f"{seconds:.1f} s\nnext: meshrec train RECIPE --data.fitted {folder}"
     )
-
-
-class _Progress:
-    """Prints the finished share of the fit and the remaining time, every few seconds.
-
-    Args:
-        is_shown: whether to print; False on ranks other than the first.
-    """
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._start = self._last = time.monotonic()
-
-    def __call__(self, share: float) -> None:
-        now = time.monotonic()
-        if self._is_shown and share > 0 and now - self._last > _SECONDS_BETWEEN_LINES:
-            self._last = now
-            remaining = (now - self._start) * (1 - share) / share
-            print(f"fitting features: {share:.0%}, about {remaining:.0f} s left", file=sys.stderr)
-
-    def seconds(self) -> float:
-        """Return the seconds since the start."""
-        return time.monotonic() - self._start
