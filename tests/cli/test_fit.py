@@ -168,6 +168,8 @@ def test_what_cannot_be_fitted_is_told_before_work_starts(shop, tmp_path):
         fit([RECIPE, *words, "--force", "--on", "ray", "--nproc", "2"])
     with pytest.raises(ValueError, match="--num-workers 0"):
         fit([RECIPE, *words, "--force", "--on", "dask", "--num-workers", "0"])
+    with pytest.raises(ValueError, match="--num-workers 4"):
+        fit([RECIPE, *words, "--force", "--num-workers", "4"])
     with pytest.raises(ValueError, match="fitted already"):
         fit([RECIPE, *words, "--force", "--data.fitted", str(shop / "fitted")])
     with pytest.raises(ValueError, match="MovieLens"):

@@ -39,8 +39,8 @@ class FitOptions(RankOptions):
     """Replace features in the folder."""
     on: Literal["ray", "dask"] | None = None
     """Fit on a cluster: Ray's at RAY_ADDRESS, or Dask's at DASK_SCHEDULER_ADDRESS; none: on ranks."""
-    num_workers: int = 2
-    """Number of tasks at the same time; only with --on."""
+    num_workers: int | None = None
+    """Number of tasks at the same time, only with --on; none: 2."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,13 +68,18 @@ def main(arguments: Sequence[str]) -> int:
             f"--data.fitted {data.fitted} names features that are fitted already. Leave it out to fit anew."
         )
     check_output(options.out / FILE if options.out.is_dir() else None, force=options.force)
+    if options.on is None and options.num_workers is not None:
+        raise ValueError(
+            f"--num-workers {options.num_workers} needs --on ray or --on dask. For ranks, use --nproc."
+        )
+    num_workers = 2 if options.num_workers is None else options.num_workers
     if options.on is not None:
-        if options.num_workers < 1 or options.nproc != 1:
+        if num_workers < 1 or options.nproc != 1:
             raise ValueError(
-                f"--num-workers {options.num_workers}, --nproc {options.nproc}: with --on, the first must be "
+                f"--num-workers {num_workers}, --nproc {options.nproc}: with --on, the first must be "
                 "at least 1, and the second is not used."
             )
-        _fit_on_engine(options, source, data)
+        _fit_on_engine(options, num_workers, source, data)
         return 0
 
     def work(ranks: Ranks) -> None:
@@ -89,11 +94,12 @@ def main(arguments: Sequence[str]) -> int:
     return on_ranks("fit", arguments, work, nproc=options.nproc, device=options.device)
 
 
-def _fit_on_engine(options: FitOptions, source: str, data: TableSource) -> None:
+def _fit_on_engine(options: FitOptions, num_workers: int, source: str, data: TableSource) -> None:
     """Fit on Ray or Dask, and write the folder.
 
     Args:
         options: command options.
+        num_workers: number of tasks at the same time.
         source: full recipe name.
         data: data of the recipe.
     """
@@ -103,9 +109,9 @@ def _fit_on_engine(options: FitOptions, source: str, data: TableSource) -> None:
         from meshrec.cli.on_ray import connect
 
         connect(source)
-        on_cluster = ray_engine(options.num_workers)
+        on_cluster = ray_engine(num_workers)
     else:
-        on_cluster = dask_engine(options.num_workers)
+        on_cluster = dask_engine(num_workers)
     start = time.monotonic()
     with shown_progress(_TASK) as progress:
 
