@@ -170,9 +170,7 @@ class _CopyBack:
     """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device.
 
     Args:
-        work: the running collective.
         arrived: CPU tensor which the collective fills.
-        target: device tensor for the result.
     """
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
@@ -187,10 +185,6 @@ class _PolledWork:
     """A gloo collective whose ``wait`` also raises if another rank fails before it reaches the collective.
 
     See [Note: a rank that fails alone] in ``failures.py``.
-
-    Args:
-        work: torch's object for the running collective.
-        group: ranks in the collective.
     """
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
@@ -486,10 +480,7 @@ def _start_collective(
     """Start a collective, on CPU copies if the group needs them.
 
     Args:
-        start: function from (receive buffer, send buffer) to the started work.
         received: tensor to fill.
-        sent: tensor to send.
-        group: ranks in the collective.
 
     Returns:
         An object whose ``wait`` waits until ``received`` is filled.
@@ -506,12 +497,6 @@ def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, n
     """Run a collective which changes a tensor in place, and wait for it.
 
     If the group needs a CPU tensor, run the collective on a CPU copy, and copy the result back.
-
-    Args:
-        start: function from a tensor to the started work.
-        tensor: tensor to change.
-        axis: ranks in the collective.
-        name: name of the collective, for errors.
     """
     if axis.group is None or axis.size == 1:
         return
@@ -532,9 +517,7 @@ def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any
     Other collectives are returned unchanged.
 
     Args:
-        work: torch's object for the running collective.
         sent: tensor which the collective sends.
-        group: ranks in the collective.
     """
     return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 
@@ -555,14 +538,7 @@ def named_failure(error: RuntimeError) -> Exception:
 
 
 def _count_bytes(name: str, tensor: Tensor, elements: list[int], rank: int) -> None:
-    """Add the bytes of a collective to the active counters, without the part which this rank keeps.
-
-    Args:
-        name: name of the collective.
-        tensor: sent tensor.
-        elements: elements sent to each rank.
-        rank: this rank's position.
-    """
+    """Add the bytes of a collective to the active counters, without the part which this rank keeps."""
     for counter in _traffic:
         counter[name] += (sum(elements) - elements[rank]) * tensor.element_size()
 
@@ -581,11 +557,6 @@ def _collective_error(error: RuntimeError, name: str, group: dist.ProcessGroup |
 
     If another rank has announced an error, return that error. Otherwise return a CollectiveError with the
     names of the collective and of the ranks that do not respond.
-
-    Args:
-        error: error from the backend.
-        name: name of the collective.
-        group: ranks in the collective.
     """
     # The announced error is the cause, and tells more than a broken connection.
     if (failure := lone_failure(group)) is not None:
@@ -604,9 +575,6 @@ def _silent_peers(ranks: list[int]) -> str:
     Live peers soon report the same failure in the store. The stopped rank may itself host the store, and
     torch's store calls have no deadline. This function therefore queries the store in a daemon thread, and
     abandons the thread if the store does not answer.
-
-    Args:
-        ranks: global ranks in the failed collective.
     """
     store, host = dist.distributed_c10d._get_default_store(), store_host()
     this_rank, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]

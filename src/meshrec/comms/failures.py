@@ -289,9 +289,6 @@ def _lone_errors(ranks: Sequence[int]) -> dict[int, Exception]:
     """Return the errors of ranks which failed before a collective that this rank has started, by rank.
 
     Errors at positions where this rank has failed, too, are left out.
-
-    Args:
-        ranks: global ranks to ask about.
     """
     return {
         rank: entry.error()

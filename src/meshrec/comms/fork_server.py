@@ -45,11 +45,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 @cache
 def _empty_folder(process: int) -> Path:
-    """Return a folder that exists until this process ends.
-
-    Args:
-        process: this process's ID, because a fork needs a separate folder.
-    """
+    """Return a folder that exists until this process ends."""
     folder = make_scratch("meshrec-empty")
     atexit.register(remove_scratch, folder)
     return folder

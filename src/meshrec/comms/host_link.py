@@ -314,9 +314,6 @@ class HostLink:
 
         Read old exchanges that may still be waited for, such as the next batch of a pipeline whose model is
         evaluated meanwhile. All ranks start the same exchanges, so peers have started these long ago.
-
-        Args:
-            newest: number of the latest exchange.
         """
         pending = []
         for number, reference in self._in_progress:
@@ -437,10 +434,6 @@ def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
 def _gather_items(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Gather tuples from all ranks, and transpose them. Collective.
 
-    Args:
-        group: the ranks.
-        mine: this rank's tuple.
-
     Returns:
         For every position in the tuple, a tuple with the values from all ranks.
     """
@@ -461,11 +454,7 @@ def _host_id() -> str:
 
 
 def _functions() -> dict[str, Any]:
-    """Return the C functions of the compiled library, by their names without the prefix.
-
-    Raises:
-        _Refused: the library is missing or has no such functions.
-    """
+    """Return the C functions of the compiled library, by their names without the prefix."""
     library = c_entry_points()
     if library is None:
         raise _Refused("no compiled kernels")

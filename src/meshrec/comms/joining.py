@@ -91,8 +91,6 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
     """Create the store through which the ranks find each other.
 
     Args:
-        rank: this rank.
-        size: number of ranks.
         timeout: maximum wait for other ranks.
 
     Returns:
@@ -165,11 +163,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return the address family and socket address for every address of a host.
-
-    Raises:
-        ValueError: the host name cannot be resolved.
-    """
+    """Return the address family and socket address for every address of a host."""
     try:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

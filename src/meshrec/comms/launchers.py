@@ -86,11 +86,7 @@ def _size(launcher: _Launcher) -> int:
 
 
 def _number(name: str, default: str | None = None) -> int:
-    """Return the value of an environment variable, or else the default, as an integer.
-
-    Raises:
-        ValueError: the value is missing or not a number.
-    """
+    """Return the value of an environment variable, or else the default, as an integer."""
     text = os.environ.get(name, default)
     if text is None or not text.isdecimal():
         raise ValueError(f"{name} is {text!r}; it must be a number, as the launcher of ranks sets it.")
@@ -98,11 +94,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def _translate(launcher: _Launcher) -> None:
-    """Set torch's environment variables from those of another launcher.
-
-    Raises:
-        ValueError: the launcher's variables are missing or contradict each other.
-    """
+    """Set torch's environment variables from those of another launcher."""
     values = dict(zip(_RANK_VARIABLES[:3], map(_number, launcher.variables[:3]), strict=True))
     rank, size = values["RANK"], values["WORLD_SIZE"]
     # Every launcher tells the number of ranks per node in another way.

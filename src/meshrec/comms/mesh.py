@@ -204,9 +204,7 @@ def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Devi
     """Return a mesh with a single axis ``flat_name``, into which the axes ``names`` are flattened.
 
     Args:
-        mesh: mesh with the axes.
         names: axes to flatten.
-        flat_name: name for the new axis.
     """
     return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
 

@@ -220,11 +220,7 @@ class _TensorAverage:
             self._terms.clear()
 
     def wait(self) -> None:
-        """Wait until ``mean`` is complete.
-
-        Raises:
-            RuntimeError: a message failed, or another rank has failed alone.
-        """
+        """Wait until ``mean`` is complete."""
         listener: Listener | None = None
         while not self._done.wait(POLL_SECONDS):
             listener = listener or Listener(dist.get_process_group_ranks(self._average.group))

@@ -110,11 +110,6 @@ def _latency(model: CostModel, other_tables: UsedCollectives, table: UsedCollect
 
     A collective runs if at least one table needs it. So the added table increases the time only if it needs a
     collective which no other table needs.
-
-    Args:
-        model: cost model.
-        other_tables: collectives for all other tables.
-        table: collectives for the added table.
     """
     usage = UsedCollectives(*(any(pair) for pair in zip(other_tables, table, strict=True)))
     return float(model.fixed_seconds(usage).sum())
@@ -136,10 +131,7 @@ def _best_per_type(
 
     Args:
         state: the plan's ranks and loads without this table.
-        problem: planning problem, with the candidates (ways to split a table).
-        model: cost model.
         index: table index.
-        constraints: constraints by table name.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
         other_tables: collectives which other tables need.

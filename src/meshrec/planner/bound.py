@@ -153,7 +153,6 @@ class LowerBound:
             bound: bound of the enclosing box, which is also valid for this box.
             lower_K: lower limits on T, the slowest rank's load per phase.
             upper_K: upper limits on T.
-            admitted_C: whether a candidate is allowed.
             cutoff: maximum step time, in units of `scale`.
             rounds: maximum number of times that cutting planes are added.
         """

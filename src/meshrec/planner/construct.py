@@ -195,7 +195,6 @@ def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
     total memory.
 
     Args:
-        problem: planning problem.
         fits_C: candidates which fit into memory at all.
         part: maximum bytes per small piece, as a fraction of the memory cap. If a type has no candidate with
             such pieces, the candidates with the type's smallest pieces are used.

@@ -88,7 +88,6 @@ class _ZipfLaw:
     Rows with similar ranks k share a bin, and count as equally likely.
 
     Args:
-        num_rows: row count in the table.
         exponent: Zipf exponent s; 0 makes all rows equally likely.
     """
 
@@ -108,7 +107,6 @@ class _ZipfLaw:
         """Return the fraction of a batch's distinct rows expected in a cache.
 
         Args:
-            cached: row count in the cache.
             draws: ID count per batch.
         """
         if cached >= self.sizes.sum():
@@ -221,11 +219,7 @@ def place_rows(
 
 
 def _rates(topology: Topology) -> tuple[float, float]:
-    """Return two rates of a node's disk: records read per second and records written per second, at random.
-
-    Raises:
-        ValueError: neither the disk nor the hardware profile has these rates.
-    """
+    """Return the records per second that a node's disk reads, and writes, at random."""
     disk, profile = topology.disk, topology.profile
     assert disk is not None
     reads, writes = disk.reads or profile.disk_reads, disk.writes or profile.disk_writes
@@ -243,7 +237,6 @@ def _keep_whole_tables_in_memory(sizes: Sequence["_CacheSize"], left: float) -> 
     A whole table has no overhead per cached row. It may take less memory than its cache.
 
     Args:
-        sizes: cache sizes of all tables.
         left: memory bytes that are not assigned yet.
     """
     # Smallest first, so that as many tables as possible need no file.
@@ -258,8 +251,6 @@ class _CacheSize:
     """Cache size of a table while memory is assigned, and the hit rate with this size.
 
     Args:
-        table: the table.
-        sample: statistics on looked-up IDs.
         samples_per_step: training samples per step over all ranks.
 
     Attributes:

@@ -112,7 +112,6 @@ def _covers_all_nodes(layout: Layout, num_nodes: int) -> bool:
 
     Args:
         layout: layout from `_node_layouts`.
-        num_nodes: node count.
     """
     is_row_wise = len(layout.widths) == 1 and layout.row_parts > 1
     return not is_row_wise or layout.row_parts == num_nodes
@@ -158,10 +157,6 @@ def _node_layouts(
     In a node layout, every piece of the table occupies a node, and is split by rows over all ranks in it.
 
     Args:
-        table: table to split.
-        allowed: allowed sharding types.
-        splits: column widths to try in grid shardings.
-        num_nodes: nodes in the shard group.
         node_size: ranks per node.
     """
     whole = (table.embedding_dim,)
@@ -286,8 +281,6 @@ def _candidates(
     """Return all candidates as two lists, sorted by type: the layout, and the table type's index.
 
     Args:
-        model: cost model with the tables and the machine.
-        constraints: constraints by table name.
         examples: example table index per type.
     """
     layouts_C: list[Layout] = []
@@ -336,7 +329,6 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
     """Return the pieces of all candidates. Pieces of a candidate with equal column widths form a group.
 
     Args:
-        model: cost model with the tables and the machine.
         layouts_C: layout per candidate.
         table_C: example table index per candidate.
     """

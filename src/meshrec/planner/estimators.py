@@ -377,7 +377,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            in_node_N: see `Rectangles`.
         """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
@@ -392,7 +391,6 @@ class CostModel:
             fetched: distinct rows [N] per node, summed over nodes; used with ``across_nodes="rows"``.
             columns: columns [N].
             row: encoded size per row.
-            hops: path of the rows.
         """
         if self.rows_across:  # inside a node, all is fp32
             inside = outputs * columns * VALUE_BYTES * (self.node_size - 1) / self.node_size
@@ -461,7 +459,6 @@ class CostModel:
 
         Args:
             sent: bytes per rectangle.
-            hops: path of the rows.
         """
         intra = self.profile.intra
         speed = np.where(hops.summed_N, intra.reduce_scatter, intra.all_to_all)
@@ -481,7 +478,6 @@ class CostModel:
             ids: lookups per rectangle from a shard group.
             columns: columns per rectangle.
             share: fraction of the table's rows per rectangle.
-            replicas: groups whose gradients are applied together.
         """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
@@ -524,8 +520,6 @@ class CostModel:
             table: table index per rectangle.
             ids: IDs per rank and rectangle.
             elements: gradient values per rank and rectangle.
-            ranks: ranks in the all-gather.
-            link: link between these ranks.
         """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         # A rank packs its own message, and unpacks one per rank.

@@ -180,7 +180,6 @@ def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
     message's bytes divided by the result.
 
     Args:
-        placements: rectangles in the plan.
         receiver_N: rank, or rank within the node, that receives the IDs of a rectangle.
     """
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)

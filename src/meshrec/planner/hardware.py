@@ -203,14 +203,10 @@ def _gpu(
     """Build a GPU profile from data sheet figures: peak rates times a typical efficiency.
 
     Args:
-        name: profile name.
         memory_gib: memory per GPU.
         hbm: peak memory bandwidth in bytes/s.
-        hbm_source: data sheet with memory and bandwidth.
         nvlink: peak NVLink bandwidth per GPU and direction in bytes/s.
-        nvlink_source: data sheet with this bandwidth.
         nic: peak network bandwidth per GPU and direction in bytes/s.
-        nic_source: data sheet with this bandwidth.
     """
     # Efficiencies are assumed, not measured; `sources` tells the user.
     rows, stream, links = 0.65 * hbm, 0.85 * hbm, 0.8

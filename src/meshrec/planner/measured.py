@@ -130,9 +130,6 @@ def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
     """Return the duration of every phase on its slowest rank, in seconds, by phase name.
 
     The duration on a rank is the median over steps. The slowest rank may differ between phases.
-
-    Raises:
-        ValueError: `times` is empty.
     """
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:

@@ -111,7 +111,6 @@ def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]
 
     Args:
         sharder: the module's sharder, or None.
-        path: module path.
         names_by_path: table names by module path, against which the sharder's table names are checked. Names
             such as ``path.name`` are shortened to ``name``.
     """
@@ -283,8 +282,6 @@ def _effective_rows(draws: int, distinct: int, rows: int) -> float:
     If lookups were uniform over this many rows, `draws` lookups would touch `distinct` rows on average.
 
     Args:
-        draws: number of lookups.
-        distinct: number of distinct rows among them.
         rows: the table's row count, which the result does not exceed.
     """
     # Without a repeated ID, the sample shows no skew.

@@ -103,7 +103,6 @@ def _solve(
     The solver splits tables at fractional rows; whole rows may need slightly more memory.
 
     Args:
-        problem: planning problem.
         model: cost model from which the problem was built.
         effort: search limits.
         cutoff: step time in seconds of a known plan. The search ends once no plan can be faster.

@@ -271,9 +271,6 @@ def _new_elements(
 
     Args:
         then: the table's sharding in the old plan, or None.
-        now: the table's sharding in the new plan.
-        rows: table row count.
-        columns: table column count.
         new: the new plan, which determines the ranks that hold a data-parallel table.
     """
     ranks = range(new.required_inputs().topology.world_size // new.replicas)

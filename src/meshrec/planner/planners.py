@@ -188,11 +188,7 @@ class _PlanOrError(NamedTuple):
 
 
 def _verify_static_plan(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
-    """Return `plan` if it covers all tables with their sizes.
-
-    Raises:
-        ValueError: a table is missing, or has another size in the plan.
-    """
+    """Return `plan` if it covers all tables with their sizes."""
     for table in tables:
         module_plan = plan.plan.get(table.module_path)
         sharding = module_plan.get(table.local_name) if module_plan else None

@@ -109,7 +109,6 @@ class _CollectiveSetSearch:
     bound. No plan with any collective set takes fewer seconds than `floor`.
 
     Args:
-        problem: planning problem.
         collectives: collectives which the plans may use.
         deadline: ``time.perf_counter`` time at which the search ends.
         floor: lower bound without latencies, until the bound is computed.
@@ -362,7 +361,6 @@ class _HalvingSearch:
         """Run all attempts, then the better half with twice the work, and so on, until one is left.
 
         Args:
-            attempts: attempts to run.
             work: work per attempt in the first pass.
 
         Yields:

@@ -202,7 +202,6 @@ class State:
 
         Args:
             cost_R: cost of a piece per rank; infinite where it does not fit.
-            pieces: piece groups of the candidate, all on distinct ranks of this node.
         """
         problem = self.problem
         # All pieces must be on distinct ranks of the node.
@@ -217,11 +216,7 @@ class State:
         return slice(node * problem.node_size, (node + 1) * problem.node_size)
 
     def _norm(self, sum_K: Floats) -> Floats:
-        """Return the q-norm of the loads over ranks, in seconds [K].
-
-        Args:
-            sum_K: sum over ranks of ``(load * scale) ** q``.
-        """
+        """Return the q-norm of the loads over ranks, in seconds [K]."""
         mean_K = np.maximum(sum_K, 0.0) / self.problem.num_ranks
         norm_K: Floats = mean_K ** (1 / self._exponent) / self._scale_K
         return norm_K

@@ -255,11 +255,7 @@ async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any
     """Receive a JSON body, and return its fields without those that are null. An empty body has no fields.
 
     Args:
-        http: request.
         allowed: field names which the body may have.
-
-    Raises:
-        RequestError: the body is not a JSON object, or has a field outside ``allowed``.
     """
     # Not http.json(), which does not limit the size.
     body = await receive_body(dict(http.scope["headers"]), http.receive, _MAX_BYTES)

@@ -208,7 +208,6 @@ class Deltas:
 
         Args:
             last: last delta that the weights contain. None: it is not known, so `step` decides.
-            step: training step of the weights.
         """
         if last is None:  # the run had not published, or an earlier release exported the package
             return next(
@@ -253,12 +252,7 @@ class Deltas:
         Weights that the package lacks are left out.
 
         Args:
-            record: description of the delta.
             delta: changed weights.
-
-        Raises:
-            DeltaError: the package has weights which were computed from trained weights. A delta cannot
-                change them.
         """
         if self._names is None:
             return record, delta
@@ -288,9 +282,6 @@ class Deltas:
         """Return the delta with its rows and whole tensors quantized like the package.
 
         Weights that the package has in floating point, and values that are quantized already, do not change.
-
-        Raises:
-            DeltaError: the package does not record the rounding mode.
         """
         if not self._codes.types:
             return delta
@@ -315,11 +306,7 @@ class Deltas:
         )
 
     def _check(self, record: DeltaRecord, delta: Delta) -> None:
-        """Check that a delta fits the package, so that it is applied completely or not at all.
-
-        Raises:
-            DeltaError: names, shapes, dtypes or row indices do not match the package's weights.
-        """
+        """Check that a delta fits the package, so that it is applied completely or not at all."""
         for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
             weight = self._weights.get(name)
             whole = name in delta.whole
@@ -375,15 +362,9 @@ def _code_bits(data_type: str | None) -> int:
 def _trained_names(about: Mapping[str, Any]) -> tuple[dict[str, str] | None, frozenset[str]]:
     """Return a map from weight names in training to weight names in the package.
 
-    Args:
-        about: field ``about`` of the package manifest.
-
     Returns:
         A pair. The first element maps a name in training to the name in the package; it is None if all names
         are the same. The second element has the names in training of weights that the package lacks.
-
-    Raises:
-        ValueError: the manifest fields have an invalid form.
     """
     if "trained_names" not in about:
         return None, frozenset()

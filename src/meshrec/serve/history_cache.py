@@ -218,9 +218,6 @@ class CachedQueryEncoder:
         Args:
             values: for every feature, the values of all histories, concatenated.
             lengths: for every feature, the number of values per history.
-
-        Raises:
-            ValueError: the number of times in a history differs from the number of items.
         """
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
             at = int((lengths[1] != lengths[0]).argmax())

@@ -480,11 +480,7 @@ class Repository:
             task.cancel()
 
     def _open_deltas(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
-        """Return the reader of a model's delta folder; None if the model has no such folder.
-
-        Raises:
-            ValueError: a last delta is given without a delta folder, or the manifest does not name a run.
-        """
+        """Return the reader of a model's delta folder; None if the model has no such folder."""
         if name not in self._deltas:
             if until is not None:
                 raise ValueError(f"model {name!r} does not follow deltas. Start the server with --deltas.")
@@ -526,8 +522,6 @@ def _make_query_encoder(name: str, predictor: Predictor, max_bytes: int) -> Cach
     logs a warning, if the model does not support a KV cache.
 
     Args:
-        name: model name, for the log.
-        predictor: predictor of the package.
         max_bytes: limit on the cache size; 0: no cache.
     """
     if not max_bytes or predictor.items is None:
@@ -546,7 +540,6 @@ def _unreached_error(until: int, served: ServedModel) -> ValueError:
     """Return the error for a rollback to a delta which cannot be reached.
 
     Args:
-        until: number of the requested delta.
         served: model after all available deltas up to `until` were applied.
     """
     delta, _, reason = served.freshness

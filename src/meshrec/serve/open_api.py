@@ -144,7 +144,6 @@ def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
 
     Args:
         kind: kind of values, such as ``integer`` or ``list of string``; see `RawValues.kinds`.
-        is_boolean: whether integers in this column are booleans.
     """
     if kind.startswith("list of "):
         return {"type": ["array", "null"], "items": _value(kind.removeprefix("list of "), is_boolean)}

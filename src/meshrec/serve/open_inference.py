@@ -173,9 +173,7 @@ def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> R
     """Build a request from ID and dense inputs.
 
     Args:
-        arrays: input arrays by input name.
         shares: whether all samples share the inputs which have a single row.
-        signature: the model's inputs and outputs.
     """
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
@@ -208,9 +206,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
     """Build a request from raw column values.
 
     Args:
-        arrays: values by input name.
         shares: whether all samples share the columns that have a single value.
-        signature: the model's inputs and outputs.
     """
     assert signature.raw is not None
     columns, missing = {}, []
@@ -249,8 +245,6 @@ def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
     """Split a list column's flat values into a list per sample.
 
     Args:
-        name: column name, for errors.
-        values: values for all samples.
         lengths: number of values per sample, int64 [B].
     """
     if (lengths < 0).any() or lengths.sum() != len(values):
@@ -265,9 +259,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
     """Parse the inputs of a request.
 
     Args:
-        inputs: ``inputs`` field of the request.
         binary: bytes after the JSON; None without the length header.
-        signature: model signature.
 
     Returns:
         By input name: an array for IDs, lengths and dense values; a list for raw values.
@@ -334,10 +326,6 @@ def _next_binary(
     Args:
         binary: bytes after the JSON; None if the request lacks the header `HEADER_LENGTH`, so that only size
             0 is allowed.
-        start: end of the previous tensor in `binary`.
-        size: ``binary_data_size`` from the request.
-        given: the input's JSON object.
-        name: input name, for errors.
     """
     # A tensor of 0 bytes needs no binary part in the body.
     if (binary is None and size != 0) or given.get("data") is not None:
@@ -420,9 +408,7 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
 
     Args:
         data: numbers, strings or booleans, flat or in nested lists.
-        datatype: protocol datatype.
         shape: shape from the request, which nested lists must match.
-        name: input name, for errors.
     """
     if not isinstance(data, list):
         raise RequestError(f"the data of input {name!r} must be a list, got {shown(data)}.")
@@ -451,11 +437,7 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
 
 
 def _numeric_array(data: list[Any], datatype: str, name: str) -> NDArray[Any]:
-    """Convert JSON numbers to an array of a protocol datatype, such as ``FP32``.
-
-    Raises:
-        RequestError: a value is not a number, or does not fit the datatype.
-    """
+    """Convert JSON numbers to an array of a protocol datatype, such as ``FP32``."""
     if datatype == "BF16":
         raise RequestError(f"input {name!r} is BF16, which JSON cannot represent. Send it as binary.")
     sent = _DTYPES[datatype]
@@ -474,9 +456,6 @@ def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[A
     """Convert binary tensor data to a flat array of numbers or strings.
 
     In the data, a string has its length in bytes before it, as 4 bytes, little-endian.
-
-    Raises:
-        RequestError: the data is incomplete or invalid.
     """
     if (sent := _DTYPES.get(datatype)) is not None:
         if len(data) % sent.itemsize:
@@ -511,10 +490,8 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSp
     """Convert an input to the form that the model takes: an array with the model's dtype, or raw values.
 
     Args:
-        array: values as sent.
         content_type: content type of MLServer's codecs, or None.
         expected: the input which the model accepts.
-        name: input name, for errors.
     """
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:
@@ -548,12 +525,8 @@ def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bo
 
     Args:
         given: JSON object of the request. The field ``outputs`` may be absent or empty.
-        output_name: name of the model's only output.
         binary_by_default: result if ``outputs`` does not name the output, or names it without the parameter
             ``binary_data``.
-
-    Raises:
-        RequestError: ``outputs`` has an invalid form, or names another output.
     """
     outputs = given.get("outputs")
     if outputs is None:
@@ -581,13 +554,7 @@ def _read_outputs(given: dict[str, Any], output_name: str, binary_by_default: bo
 
 
 def _parameters(given: dict[str, Any], allowed: Set[str], owner: str) -> dict[str, Any]:
-    """Return the parameters of a JSON object, without those that are null.
-
-    Args:
-        given: JSON object of the request, an input or an output.
-        allowed: allowed parameter names.
-        owner: description of the object, for errors.
-    """
+    """Return the parameters of a JSON object, without those that are null."""
     parameters = given.get("parameters")
     if parameters is None:
         return {}
@@ -600,14 +567,7 @@ def _parameters(given: dict[str, Any], allowed: Set[str], owner: str) -> dict[st
 
 
 def _check_names(kind: str, given: Mapping[str, Any], allowed: Set[str], owner: str) -> None:
-    """Raise RequestError if a non-null field or parameter is not allowed.
-
-    Args:
-        kind: ``field`` or ``parameter``.
-        given: JSON object.
-        allowed: allowed names.
-        owner: description of the object, for the error.
-    """
+    """Raise RequestError if a non-null field or parameter is not allowed."""
     if unknown := sorted(name for name in given.keys() - allowed if given[name] is not None):
         raise RequestError(
             f"unknown {kind} {shown(unknown[0])} of {owner}; allowed: {sorted(allowed)}. Remove it."

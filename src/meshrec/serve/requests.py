@@ -394,9 +394,6 @@ def _types_in(data: Any, label: str) -> set[type]:
     """Return the types of all values in nested lists.
 
     Iterative, because deep nesting must not exhaust the stack.
-
-    Raises:
-        RequestError: lists are nested too deep.
     """
     seen: set[type] = set()
     level = [data]

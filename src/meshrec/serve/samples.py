@@ -119,10 +119,8 @@ def _check_names(
     Unknown names are ignored, as in data files.
 
     Args:
-        samples: JSON values of the samples.
         required: names which every sample must have.
         common: shared values by name.
-        signature: the model's inputs and outputs.
     """
     names = set(required)
     for number, sample in enumerate(samples):
@@ -161,7 +159,6 @@ def _parse_ids(name: str, samples: Sequence[Sample], label_prefix: str) -> tuple
     """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B].
 
     Args:
-        name: feature name.
         samples: JSON objects which have the feature.
         label_prefix: prefix of the sample number in errors; empty for shared values.
     """

@@ -99,7 +99,6 @@ class ScoringEndpoint:
             requested: model, outputs and options that the URL names.
             start_time: ``time.monotonic`` time when the request arrived.
             headers: request headers with lower-case names.
-            receive: ASGI receive function.
         """
         # Before the body is read: a request that cannot be answered in time is refused at once.
         deadline = _parse_deadline(headers, start_time)
@@ -147,8 +146,6 @@ async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) 
     The array is serialized in parts, with other clients served in between.
 
     Args:
-        fields: other values in the object.
-        name: key of the array.
         array: scores [B] or vectors [B, V].
     """
     parts = []

@@ -214,7 +214,6 @@ class _HttpServer(uvicorn.Server):
     """Server that answers all received requests before it ends, unlike uvicorn's own server.
 
     Args:
-        config: uvicorn configuration.
         guard: application, which is told when the shutdown starts.
         linger: seconds for which the shutdown waits for clients to close idle connections.
         header_seconds: timeout for TLS handshakes.

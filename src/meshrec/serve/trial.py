@@ -153,8 +153,6 @@ def _trial_failure(
 
     Args:
         open_package: function which opens the package.
-        package: package to try.
-        warm_up: samples to score.
         seconds: maximum duration.
 
     Returns:
@@ -193,7 +191,6 @@ def _interruption_message(package: CheckedPackage, how: str) -> str:
     """Return the message for a trial which failed for reasons outside the package.
 
     Args:
-        package: the package.
         how: verb phrase, such as "was ended by SIGKILL".
     """
     return (
@@ -208,8 +205,6 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
     Args:
         load: function to run; returns the report.
         seconds: maximum duration.
-        to: file descriptor of the pipe.
-        folder: folder for temporary files.
     """
     report = b""
     code = 1

@@ -132,10 +132,7 @@ class _Supervisor:
     threads can fork safely.
 
     Args:
-        models: package folders by model name.
-        options: server options.
         listener: listening socket, which all workers inherit; closed at the end.
-        num_workers: worker count.
     """
 
     def __init__(
@@ -315,11 +312,6 @@ def _run_worker(
     """Main function of a worker process.
 
     Args:
-        models: package folders by model name.
-        options: server options.
-        listener: listening socket.
-        parent_link: connection to the other workers, through the parent process.
-        num_workers: worker count.
         changes: last load or unload per model, which this worker repeats. Values are the fields of a
             `ModelChange`. Contains only changes that succeeded in all workers.
         ends: the parent's ends of all pipes, inherited through the fork. The worker closes them. Otherwise

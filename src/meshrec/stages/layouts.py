@@ -173,7 +173,6 @@ def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -
     bucket is full. Buckets share a link, so a bucket waits until the previous bucket is sent.
 
     Args:
-        problem: model, batch and machine.
         costs: seconds of every unit for the batch of a rank.
     """
     ranks, link = problem.world_size, problem.link
@@ -213,11 +212,8 @@ def _layout_for_splits(
     """Return the layout with the best cut for given numbers of stages and splits (microbatches).
 
     Args:
-        problem: model, batch and machine.
-        num_stages: stage count.
         num_splits: splits per batch.
         lane_batch: samples per batch of a lane; a lane is a copy of all stages with its own batch.
-        lanes: lane count.
     """
     needs = [unit.needs for unit in problem.traced.units]
     costs = _costs(problem, lane_batch, num_splits)
@@ -300,8 +296,6 @@ def _costs(problem: _LayoutInputs, lane_batch: int, num_splits: int) -> list[Uni
     """Measure the seconds per split (microbatch) for every unit; table lookups count as 0 seconds.
 
     Args:
-        problem: model, batch and machine.
-        lane_batch: samples to use from the global batch.
         num_splits: number of splits into which these samples are divided.
     """
     batch_values = problem.batch_values

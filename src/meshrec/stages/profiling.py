@@ -212,8 +212,6 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
     Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
 
     Args:
-        program: program of the stage for a split.
-        arguments: program arguments for a split.
         depth: number of forward passes before the first backward pass.
     """
     pending = []
@@ -254,10 +252,7 @@ def _arguments(
     """Return the program's arguments for the first split (microbatch).
 
     Args:
-        program: program to call.
-        batch_values: values for the whole batch, by value name.
         sizes: samples in every split.
-        values: results of earlier programs for the first split, by value name.
     """
     return [
         values[name] if name in values else split(batch_values[name], sizes, f"the input {name!r}")[0]
@@ -286,7 +281,6 @@ def _measure_all_units(
     """Run the first split (microbatch) once through all units, and return the seconds of every unit.
 
     Args:
-        traced: traced model.
         programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
         sizes: samples in every split.
@@ -324,8 +318,6 @@ def _measure_whole(
     """Measure a program which runs once per batch, such as a table lookup, instead of once per microbatch.
 
     Args:
-        part: program to measure.
-        batch_values: values for the whole batch, by value name.
         sizes: samples in every split.
         values: dict to fill in. The first split of every result is added to it, by value name.
 

@@ -59,10 +59,8 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
     The fused operation, which torch uses for dropout on GPUs, does not accept a generator.
 
     Args:
-        x: input tensor.
         p: probability that a value is set to 0.
         train: False returns the input unchanged.
-        generator: random generator on the device of ``x``.
 
     Returns:
         The result, and the mask (bool, True for values that are kept), both in the shape of ``x``.
@@ -75,11 +73,7 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the overload with a ``generator`` argument of the ATen operation ``func``.
-
-    Raises:
-        RuntimeError: the operation has no such overload.
-    """
+    """Return the overload with a ``generator`` argument of the ATen operation ``func``."""
     packet = func.overloadpacket
     # The names are torch's convention, such as ``rand.generator`` and ``randint.low_generator``.
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"

@@ -181,9 +181,6 @@ class SplitLosses:
 
         In evaluation, the result is None if the criterion has no target, or if the model returns no loss. In
         training, a missing target or loss is an error.
-
-        Raises:
-            ValueError: the target is missing in training, or the loss is not a scalar tensor.
         """
         criterion = self._criterion
         if criterion is not None:

@@ -328,10 +328,6 @@ def make_writable(value: Any) -> Any:
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
     """Detach the tensors in ``value`` from the autograd graph of the stage which computed them.
 
-    Args:
-        value: nested container of tensors.
-        grad: whether the batch has a backward pass.
-
     Returns:
         The detached value, and the leaves, with None for leaves that need no gradient.
     """

@@ -184,7 +184,6 @@ class Staged(NamedAsModel):
         If the cuts or the split size are "auto", the first call chooses them by measuring on this batch.
 
         Args:
-            batch: samples in the batch.
             batch_values: batch values read by units, by value name.
         """
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
@@ -231,7 +230,6 @@ class Staged(NamedAsModel):
         """Run the forward pass of all stages.
 
         Args:
-            run: the prepared batch.
             splits: batch values for every split, by value name.
 
         Returns:
@@ -343,7 +341,6 @@ class _ResultLayout:
 
         Args:
             run: batch after the forward pass.
-            num_splits: splits in the batch.
         """
         tensors = []
         for name in self.names:
@@ -399,9 +396,6 @@ class _RunStages(torch.autograd.Function):
         """Run the forward passes, and return the result tensors for all splits as a tuple.
 
         Args:
-            ctx: autograd context.
-            run: batch to run.
-            form: stores the structure of the results.
             anchor: empty tensor which requires a gradient, so that autograd always calls `backward`.
             leaves: batch tensors which require gradients.
         """

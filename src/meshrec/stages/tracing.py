@@ -109,14 +109,7 @@ class _Tracer(fx.Tracer):
         return isinstance(m, (*_TABLES, LogitLinear)) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the submodule ``m``. If tracing fails, add a single node for it instead.
-
-        Args:
-            m: submodule to call.
-            forward: its forward method.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-        """
+        """Trace the submodule ``m``. If tracing fails, add a single node for it instead."""
         # Attribute proxies become nodes on first use: create them now, outside the part which may be rolled
         # back.
         fx.node.map_aggregate(
@@ -157,9 +150,7 @@ def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node)
     """Return `Traced.input_program`, which maps the model's arguments to the batch values read by units.
 
     Args:
-        model: the model.
         inputs: nodes from `_input_nodes`.
-        output: output node in the graph.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -176,7 +167,6 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
     """Group nodes into units.
 
     Args:
-        model: the model.
         nodes: nodes to group, in execution order.
         inputs: nodes from `_input_nodes`.
     """
@@ -244,7 +234,6 @@ def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[
 
     Args:
         members: nodes of every group, by the group's root node.
-        group: union-find structure with the groups.
     """
     emitted: set[fx.Node] = set()
     waiting = dict(members)

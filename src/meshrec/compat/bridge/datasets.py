@@ -138,13 +138,8 @@ def _by_key(keys: Sequence[str], name: str, given: Sequence[int] | None, default
     """Return a number per key: the given numbers, or ``default`` for all keys.
 
     Args:
-        keys: feature names.
-        name: argument name, for the error.
         given: numbers per key, or None.
         default: number for all keys without ``given``.
-
-    Raises:
-        ValueError: the count of numbers differs from the count of keys.
     """
     values = [default] * len(keys) if given is None else list(given)
     if len(values) != len(keys):

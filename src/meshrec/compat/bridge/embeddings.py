@@ -57,12 +57,7 @@ def _config(
     virtual_table_eviction_policy: object = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Convert TorchRec's table config arguments to keyword arguments of MeshRec's configs.
-
-    Raises:
-        TypeError: an argument is unknown.
-        ValueError: an argument has a value that MeshRec does not support.
-    """
+    """Convert TorchRec's table config arguments to keyword arguments of MeshRec's configs."""
     # Only None is accepted: pruning sets it later.
     more["num_embeddings_post_pruning"] = num_embeddings_post_pruning
     for argument, value in more.items():

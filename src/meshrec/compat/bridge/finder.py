@@ -278,7 +278,6 @@ def _defining_module(path: str, name: str) -> ModuleType | None:
 
     Args:
         path: bridged module, such as ``torchrec.optim``.
-        name: name in the bridged module.
     """
     target, _, attribute = MODULES[path].get(name, "").partition(":")
     return importlib.import_module(target) if attribute == name and target.startswith("meshrec.") else None

@@ -46,12 +46,7 @@ class _Fused:
         """Attach a fused optimizer to all tables.
 
         Args:
-            optimizer_type: optimizer class.
-            optimizer_kwargs: optimizer arguments.
             location: None, DEVICE or HOST. Only checked: the tables stay on the device they are on.
-
-        Raises:
-            ValueError: the optimizer cannot be fused, or the location is not supported.
         """
         if location is not None and getattr(location, "name", location) not in _LOCATIONS:
             raise ValueError(

@@ -293,15 +293,7 @@ def make_hash_zch_buckets_non_persistent(module: torch.nn.Module) -> int:
 
 
 def _check_ignored_options(options: dict[str, Any]) -> None:
-    """Check that TorchRec options without a counterpart in MeshRec have their default values.
-
-    Args:
-        options: options by name.
-
-    Raises:
-        TypeError: an option is unknown.
-        ValueError: the value of an option differs from the default.
-    """
+    """Check that TorchRec options without a counterpart in MeshRec have their default values."""
     for option, value in options.items():
         if option not in _NOT_HERE:
             raise TypeError(f"HashZchManagedCollisionModule has no argument {option!r}. Leave it out.")
@@ -316,9 +308,6 @@ def _hours_of(policy: HashZchEvictionPolicyName | None, config: HashZchEvictionC
     """Return the time to live in hours, as a list with a value per feature, or with one value for all.
 
     Without a policy, the value is 0.
-
-    Raises:
-        ValueError: the policy's time to live is missing, or a feature has none.
     """
     if policy is None:
         return [0]

@@ -96,10 +96,6 @@ def _without_parameters(
 
     torch's constructors reject an empty parameter list. So the optimizer is constructed with a placeholder,
     which is then removed.
-
-    Args:
-        optim_factory: constructs the optimizer.
-        pass_params_dict: whether the factory takes a dict of parameters instead of a list.
     """
     # Two dimensions, because row-wise optimizers reject other parameters.
     placeholder = torch.nn.Parameter(torch.empty(0, 0))

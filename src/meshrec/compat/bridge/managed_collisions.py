@@ -356,8 +356,6 @@ class _History:
 
         Args:
             ids: IDs, int64 [n].
-            current_iter: training iteration.
-            interval: iterations between evictions. The first call uses it to fix the capacity.
         """
         if self._size < 0:
             # TorchRec's factor.
@@ -380,9 +378,6 @@ class _History:
 
     def take(self, current_iter: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Summarize the history per ID, and clear it.
-
-        Args:
-            current_iter: training iteration.
 
         Returns:
             Distinct IDs [n], their occurrences [n], and the policy's statistics [n] by name. IDs that the

@@ -134,11 +134,7 @@ def spec_of(fused_params: Any) -> OptimizerSpec:
 
 
 def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> OptimizerSpec:
-    """Construct an optimizer spec from FBGEMM's arguments, such as ``learning_rate`` and ``beta1``.
-
-    Raises:
-        ValueError: an argument is not supported by this optimizer.
-    """
+    """Construct an optimizer spec from FBGEMM's arguments, such as ``learning_rate`` and ``beta1``."""
     options = dict(given)
     mode = options.pop("weight_decay_mode", None)
     mode = mode.name if isinstance(mode, Enum) else mode

@@ -35,11 +35,7 @@ def _topology(
     inter_host_bw: float | None = None,
     **more: Any,
 ) -> types.Topology:
-    """Construct TorchRec's ``Topology(world_size, compute_device, ...)``; bandwidths in bytes/ms.
-
-    Raises:
-        ValueError: an argument belongs to a hardware profile.
-    """
+    """Construct TorchRec's ``Topology(world_size, compute_device, ...)``; bandwidths in bytes/ms."""
     more = {"ssd_cap": ssd_cap, "pod_size": pod_size, **more}
     if given := sorted(name for name, value in more.items() if value is not None):
         raise ValueError(
@@ -174,11 +170,7 @@ class EmbeddingShardingPlanner:
         return self._torchrec_plan(plan, tables)
 
     def _planner(self, tables: "Sequence[_Table]") -> planners.EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the constraints for these tables.
-
-        Raises:
-            ValueError: a constraint names a table which the model does not have.
-        """
+        """Return MeshRec's planner with the constraints for these tables."""
         names = [table.name for table in tables]
         if unknown := [name for name in self._constraints if name not in names]:
             raise ValueError(
@@ -193,11 +185,7 @@ class EmbeddingShardingPlanner:
         )
 
     def _core_constraints(self, table: "_Table") -> types.ParameterConstraints:
-        """Return a table's constraints in MeshRec's form, without the sharding types excluded by the sharder.
-
-        Raises:
-            ValueError: no sharding type is left.
-        """
+        """Return a table's constraints in MeshRec's form, without sharding types the sharder excludes."""
         given = self._constraints.get(table.name)
         if isinstance(given, ParameterConstraints):
             given = given.to_core(

@@ -199,11 +199,7 @@ def _placement(placement: core.RemoteDevice, local_size: int) -> str:
 
 
 def _table_to_core(name: str, placed: ParameterSharding) -> core.ParameterSharding:
-    """Convert the placement of a table to MeshRec's form.
-
-    Raises:
-        ValueError: MeshRec's plans cannot express it.
-    """
+    """Convert the placement of a table to MeshRec's form."""
     for argument in _NOT_HERE:
         # A mode that raises for invalid IDs is accepted, because MeshRec's lookups raise as well.
         value = getattr(placed, argument)
@@ -243,12 +239,7 @@ def _member(kind: Any, table: str, value: object) -> Any:
     """Return the member of an enum with a given value.
 
     Args:
-        kind: enum class of MeshRec.
-        table: table name, for the error.
         value: value, or a member of another enum with this value, such as TorchRec's.
-
-    Raises:
-        ValueError: the enum has no such value.
     """
     values = [member.value for member in kind]
     value = getattr(value, "value", value)

@@ -229,8 +229,6 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         """Return the bags of a feature, checked and padded, for storage.
 
         Args:
-            name: feature name.
-            values: input of `update`.
             num_ids: number of bags that the feature must have.
 
         Returns:

@@ -53,13 +53,6 @@ def _with_num_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> 
     """Return a collection with only the first rows of some tables, as views.
 
     If the collection has none of these tables, it is returned unchanged.
-
-    Args:
-        collection: collection to prune.
-        num_rows: number of rows to keep, by table name.
-
-    Raises:
-        ValueError: a table does not have as many rows.
     """
     configs = [config for config, _ in collection.tables().values()]
     if not any(config.name in num_rows for config in configs):

@@ -338,10 +338,7 @@ def _quantized(
     """Return a quantized copy in which the collections have TorchRec's classes.
 
     Args:
-        module: collection, or module with collections.
-        dtype: data type for tables not named in ``per_table``.
         per_table: data types by table name; None: none.
-        output_dtype: data type for lookup results.
     """
     # As in TorchRec, names of other models' tables are ignored.
     names = {config.name for _, child in _collections(module) for config, _ in child.tables().values()}

@@ -68,10 +68,8 @@ def _forward(
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
         bits: bits per code.
-        dim: width D.
         pooling: 0: sum, 1: mean, 2: none.
         out_size: number of bags B; with ``pooling`` 2, number of elements in the result, N times D.
-        dtype: result dtype.
 
     Returns:
         Pooled rows [B, D]; the rows of all IDs as a flat tensor if ``pooling`` is 2.

@@ -100,11 +100,7 @@ def table_groups(module: Any) -> list[QuantTableGroup]:
 
 
 def _views(built: ModuleParts, config: Any) -> list[Tensor]:
-    """Return views of the rows of this rank's shards of a table, in row order.
-
-    Raises:
-        ValueError: the table is split by columns.
-    """
+    """Return views of the rows of this rank's shards of a table, in row order."""
     views = []
     for part in parts_of(built.shards[config.name]):
         rectangle = part.rectangle

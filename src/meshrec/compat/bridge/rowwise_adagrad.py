@@ -105,14 +105,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _update(weight_RD: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Update a parameter in place; a sparse gradient changes only its rows.
-
-    Args:
-        weight_RD: parameter.
-        gradient: dense or sparse gradient.
-        state: optimizer state of the parameter: ``step`` and ``sum``.
-        group: options of the param group.
-    """
+    """Update a parameter in place; a sparse gradient changes only its rows."""
     state["step"] += 1
     lr = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
     if gradient.is_sparse:
@@ -132,11 +125,7 @@ def _update_rows(
     """Update rows and their accumulators in place, with a dense gradient.
 
     Args:
-        weight_RD: rows.
-        gradient_RD: gradient of these rows.
         sum_R1: accumulator per row.
-        lr: learning rate in this step.
-        group: options of the param group.
     """
     if group["maximize"]:
         gradient_RD = -gradient_RD

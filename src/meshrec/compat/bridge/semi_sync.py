@@ -152,11 +152,7 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         return self._optimizer, self._global_optimizer
 
     def _all_params(self) -> dict[str, Tensor]:
-        """Return the parameters of both optimizers and the step counters, by name.
-
-        Raises:
-            ValueError: the optimizers have different parameters with the same name.
-        """
+        """Return the parameters of both optimizers and the step counters, by name."""
         params = dict(self._optimizer.params)
         for name, parameter in self._global_optimizer.params.items():
             if params.setdefault(name, parameter) is not parameter:

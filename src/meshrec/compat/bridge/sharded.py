@@ -86,11 +86,7 @@ class _Stages:
 
     @property
     def tbes(self) -> list[QuantTableGroup]:
-        """Table groups by pooling type, with this rank's rows.
-
-        Raises:
-            AttributeError: the collection is not quantized.
-        """
+        """Table groups by pooling type, with this rank's rows."""
         # AttributeError, so that ``getattr(module, "tbes", [])`` skips trained collections.
         if any(config.data_type.bits == 0 for config in self._configs):
             raise AttributeError("only quantised collections have tbes. Read the state_dict of this one.")

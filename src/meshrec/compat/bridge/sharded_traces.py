@@ -100,7 +100,6 @@ class TableProgram:
 
         Args:
             parts: shards of the block, which may be split by rows.
-            bag: proxy for the feature's bags.
             scale: proxy for per-sample weights, or None.
             pooling: 0: sum, 1: mean, 2: a row per ID.
         """

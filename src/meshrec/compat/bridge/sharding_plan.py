@@ -36,7 +36,6 @@ def _generator(
     Args:
         make: MeshRec's builder, such as ``plan.builders.row_wise``.
         kernel: compute kernel; None: chosen per table.
-        arguments: arguments for ``make``.
     """
 
     def generate(
@@ -47,8 +46,6 @@ def _generator(
         Args:
             param: table weight [num_embeddings, embedding_dim].
             local_size: ranks per node.
-            world_size: number of ranks.
-            device_type: device type of the ranks.
             sharder: ignored.
         """
         size = TableSize(param.shape[0], param.shape[1])
@@ -214,11 +211,6 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> cor
 
         Args:
             table: ignored.
-            size: table shape.
-            ranks: world shape.
-
-        Raises:
-            ValueError: the sizes do not add up to the embedding dimension.
         """
         if sum(sizes) != size.embedding_dim:
             raise ValueError(

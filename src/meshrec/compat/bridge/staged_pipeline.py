@@ -99,7 +99,6 @@ class StagedTrainPipeline:
         A batch waits if the next stage is occupied.
 
         Args:
-            iterator: source of new batches for the first stage.
             fills: whether ``progress`` is filling an empty pipeline; see `_run`.
         """
         # From the last stage back, so that a batch moves into the slot that was just freed.
@@ -117,7 +116,6 @@ class StagedTrainPipeline:
 
         Args:
             index: stage index.
-            batch: output of the previous stage.
             fills: whether ``progress`` is filling an empty pipeline. If so, call the stage's
                 ``fill_callback`` afterwards.
         """

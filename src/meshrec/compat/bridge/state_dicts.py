@@ -102,6 +102,5 @@ def _rectangles_of(
         parts: tensor per rectangle.
         rectangles: bounds of every rectangle in the table.
         like: empty tensor with the dtype of the table.
-        size: shape of the whole table.
     """
     return LocalRectangles(parts, [Rectangle(*bounds) for bounds in rectangles], like, size)

@@ -42,11 +42,6 @@ class _Launch(NamedTuple):
         The grid is 1-D, with a program per sample, head and token block. ``num_blocks`` is the number of
         blocks per sample. Sample lengths are known only on the GPU, so every sample gets as many blocks as
         the longest possible sample. Surplus programs return at once.
-
-        Args:
-            num_tokens: number of tokens in all samples.
-            num_samples: number of samples.
-            num_heads: number of heads.
         """
         max_tokens = min(self.biases.max_length, num_tokens)
         num_blocks = -(-max_tokens // self.constants["BLOCK"])
@@ -123,8 +118,6 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
 
     Args:
         launch: arguments that all kernels share.
-        results: `BackwardInputs`, the additional inputs of the backward pass.
-        num_samples: number of samples.
         bias: the position bias or the time bias.
         is_time: whether ``bias`` is the time bias.
     """

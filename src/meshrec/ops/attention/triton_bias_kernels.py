@@ -41,7 +41,6 @@ def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: t
         buckets: time bucket per element, int32.
         allowed: attention mask.
         num_buckets: number of buckets that exist.
-        BUCKETS: ``num_buckets``, padded to a power of two.
     """
     # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)
@@ -68,16 +67,11 @@ def _sum_over_heads(
     """Return the score gradients for a tile, summed over all heads: [BLOCK, BLOCK].
 
     Args:
-        tokens: `AttentionTokens`.
-        results: `BackwardInputs`.
         rows: the queries of the tile: first query of the sample, positions within the sample's queries, mask.
         keys: the keys of the tile: first token of the sample, positions within the sample, mask.
         shared_state: values equal for all heads: bias and attention mask of the tile, ``max_length``.
         SOFTMAX: softmax instead of SiLU weights.
-        PRECISION: tl.dot precision.
         BLOCK: tokens per block.
-        QUERY_WIDTH: query width, padded to a power of two.
-        VALUE_WIDTH: value width, padded to a power of two.
     """
     first_query, index, is_row = rows
     first, column, is_key = keys

@@ -101,8 +101,6 @@ def _ids_of_use(
         offsets: first ID index per bag, followed by N.
         bounds: first bag index per key, followed by the bag count.
         keys: key per use.
-        use: number of the use.
-        router: the plan.
     """
     start, end = bounds[keys[use]], bounds[keys[use] + 1]
     offsets_B1 = offsets[start : end + 1].long()

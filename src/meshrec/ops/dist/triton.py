@@ -79,8 +79,6 @@ def _build_slots(
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], or None.
         bags: bags that each use reads.
-        routes: plan routes.
-        check_ids: whether an ID outside the table sets ``is_bad``.
     """
     from meshrec.ops.dist import triton_kernels
 
@@ -257,7 +255,6 @@ def _bags_of_routes(
         starts: index in ``received`` where the message of each rank starts.
         batches: bags per route in the message of each rank; -1 if routes have different bag counts.
         blocks: source rank per block.
-        num_routes: number of routes to this rank.
     """
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
@@ -374,7 +371,6 @@ def _copy_sequences(
     Args:
         source: message if ``gather``, else the gradient in ID order.
         target: output. Rows in ID order if ``gather``, else the message.
-        scale: factor for the gradient. Not used with ``gather``.
         batch: the batch, and where the exchanged rows come from.
         gather: direction of the copy; see ``source``.
     """

@@ -382,7 +382,6 @@ def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Ten
     Args:
         minimum: smallest finite value per row, fp32 [N].
         maximum: largest finite value per row, fp32 [N].
-        top: largest code.
     """
     # May overflow to infinity, although both are finite.
     span = maximum - minimum

@@ -32,8 +32,6 @@ def _row_bits(start, key, column):
     Products wrap as uint64 would.
 
     Args:
-        start: ``wire_naive.noise_start`` for seed and step.
-        key: row key.
         column: bits of the scale, or bits of the midpoint plus 2^32, as an integer.
     """
     x = key * -7046029254386353131 + column * -4417276706812531889 + start

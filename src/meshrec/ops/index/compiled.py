@@ -263,7 +263,6 @@ class CompiledIndex:
 
         Args:
             bucket_capacity: buckets per shard.
-            slot_capacity: slot capacity.
             reserved: only reserve address space. Where the system cannot, return False and change nothing.
         """
         header, buckets, tags, free = self.memory

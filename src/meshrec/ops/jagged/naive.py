@@ -121,11 +121,7 @@ def _gather_ranges(tensor: Tensor, starts: list[int], order: list[int]) -> Tenso
 
 
 def _first_bags(segments: Tensor | None, num_keys: int, num_bags: int, op: str) -> list[int]:
-    """Return the index where the bags for each key start, followed by B.
-
-    Raises:
-        ValueError: ``segments`` do not match the key count or bag count.
-    """
+    """Return the index where the bags for each key start, followed by B."""
     if num_keys < 0:
         raise ValueError(f"{op}: num_keys must be 0 or more, got {num_keys}")
     if segments is None:

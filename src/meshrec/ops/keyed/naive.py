@@ -201,10 +201,6 @@ def _look_up_by_table(
     """Run ``nbit_forward`` table by table, because equal IDs have different rows in different tables.
 
     Args:
-        weights: see ``nbit_forward``.
-        bits: see ``nbit_forward``.
-        lookups: the batch.
-        options: the remaining arguments to ``nbit_forward``.
         indexed_tables: numbers of the tables with an index.
         find_rows: called with a table number and all IDs; returns the rows of the table, and the row number
             for every ID.
@@ -254,10 +250,7 @@ def _find_rows_and_added(
 
     Args:
         ids: raw IDs, int64 [N].
-        weight: exported rows of the table.
         tensors: ``buckets``, ``added`` and ``added_rows``; see the module docstring.
-        seed: seed for the hash from IDs to keys.
-        table: table number in messages.
     """
     buckets, added, added_rows = tensors
     num_rows = len(weight)

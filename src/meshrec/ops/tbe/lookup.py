@@ -166,14 +166,10 @@ class _FusedLookup(torch.autograd.Function):
         """Look up the rows, and remember the batch for the backward pass.
 
         Args:
-            ctx: stores the batch until the backward pass.
             anchor: empty tensor that requires a gradient, so that autograd calls ``backward`` although the
                 weights are not autograd inputs. Never gets a gradient.
             per_sample_weights: the weights in ``lookups``, as a separate input so that they get a gradient.
             weights: ``[rows, D]`` per table.
-            lookups: the batch.
-            updater: receives the gradient in the backward pass.
-            options: size and dtype of the result, and whether to check IDs.
             dense_tables: numbers of the tables that get ordinary dense gradients instead of an update.
             dense_weights: the weights of the ``dense_tables``, as separate inputs so that they get gradients.
         """

@@ -114,12 +114,7 @@ def look_up(
 
 
 def _alignment(widths: Sequence[int], addresses: Sequence[int]) -> int:
-    """Return how many fp32 values a thread may load at once: 4 if all rows are 16-byte aligned, else 1.
-
-    Args:
-        widths: row widths.
-        addresses: table start addresses.
-    """
+    """Return how many fp32 values a thread may load at once: 4 if all rows are 16-byte aligned, else 1."""
     is_aligned = all(width % 4 == 0 for width in widths) and all(at % 16 == 0 for at in addresses)
     return 4 if is_aligned else 1
 
@@ -163,7 +158,6 @@ class _Entries(NamedTuple):
 
         Args:
             fields: ``triton_kernels.TABLE_FIELDS`` per table.
-            block: row width, padded to a power of two.
         """
         from meshrec.ops.tbe import triton_kernels
 
@@ -198,9 +192,7 @@ def _make_entries(
     """List the gradient contributions of a batch, and sort them by row.
 
     Args:
-        grad: lookup output gradient.
         lookups: the lookups to include; others become padding.
-        batch: the batch.
         table_fields: ``triton_kernels.TABLE_FIELDS`` per table.
         num_rows: row count per table.
         runs: ``tbe_row_squares`` result for the same batch, to skip the sort.
@@ -501,7 +493,6 @@ def _table_fields(
         widths: row width per table.
         num_rows: row count per table.
         origins: whole-table row and column where each weight starts; empty: 0, 0.
-        device: result device.
     """
     zeros = [0] * len(weights)
     first_rows = list(accumulate(num_rows, initial=0))[:-1]

@@ -114,9 +114,6 @@ def _link(
     """Measure latency and bandwidths of a group's collectives on the slowest rank. Collective.
 
     Args:
-        group: process group.
-        device: device of the messages.
-        measured: description of the measurement.
         full_duplex: whether a rank sends and receives at the same time.
 
     Returns:
@@ -200,7 +197,6 @@ def _seconds(
         call: collective to time.
         elements: number of fp32 values in the message.
         group: process group, which starts every call together.
-        device: device of the message.
     """
     times = []
     for _ in range(_CALLS + 1):

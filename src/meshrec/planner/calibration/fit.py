@@ -109,7 +109,6 @@ def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, par
 
     Args:
         base: profile that provides the value instead.
-        name: name of the cost.
         fitted: value which the trials suggested; None if no measured phase depends on the cost.
         part: fraction of the cost's time in `base` that is used; below 1 if `fit` had to reduce it.
     """

@@ -183,8 +183,6 @@ def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> li
 
     Args:
         trial: module to time.
-        env: process groups.
-        dense: tensor to read and write between lookup and update, as a dense model would do.
         steps: number of timed steps, after a few steps to warm up.
 
     Returns:

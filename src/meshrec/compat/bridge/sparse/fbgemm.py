@@ -90,7 +90,6 @@ def _unpadded(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tenso
     """Remove the padding from bags in a dense tensor [B, T, ...].
 
     Args:
-        dense: padded bags.
         offsets: bag boundaries [B + 1].
         total: number of values N; None: read it from ``offsets``.
 
@@ -218,7 +217,6 @@ def _segment_sums(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
         batch_size: number of values that ``csr_seg`` counts as 1.
         csr_seg: offsets of the segments, [segments + 1]. Segment s has the values from
             ``csr_seg[s] * batch_size`` to ``csr_seg[s + 1] * batch_size``.
-        values: values of all segments, concatenated.
     """
     counts = csr_seg.diff() * batch_size
     segments = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
