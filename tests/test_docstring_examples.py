@@ -18,8 +18,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 def examples():
     for path in sorted(SOURCE.rglob("*.py")):
+        source = path.read_text()
+        if "Example::" not in source:
+            continue
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
             _, marker, text = inspect.cleandoc(ast.get_docstring(node) or "").partition("Example::\n")
