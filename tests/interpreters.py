@@ -15,7 +15,8 @@ import importlib, json, os, sys, traceback
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
 
-def main(code, arguments, folder, output):
+def main(code, arguments, folder, output, environment):
+    os.environ.update(environment)
     for descriptor, path in zip((1, 2), output):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -40,8 +41,12 @@ for line in sys.stdin:
 """
 
 
+# Read once, when torch or Triton is imported: a server for each of their values.
+READ_BY_IMPORTS = {"OMP_NUM_THREADS", "TRITON_INTERPRET"}
+
+
 class Interpreters:
-    """One server for each environment that is asked for.
+    """One server for each environment that imports depend on.
 
     Not for tests of what an import does, of malloc's variables or of the end of an interpreter.
     """
@@ -63,7 +68,7 @@ class Interpreters:
         with tempfile.TemporaryDirectory(prefix="meshrec-code-") as folder:
             output = [f"{folder}/stdout", f"{folder}/stderr"]
             words = [str(each) for each in arguments]
-            server.stdin.write(json.dumps([code, words, str(cwd or Path.cwd()), output]) + "\n")
+            server.stdin.write(json.dumps([code, words, str(cwd or Path.cwd()), output, environment]) + "\n")
             server.stdin.flush()
             returncode = int(server.stdout.readline())
             out, error = (Path(path).read_text() for path in output)
@@ -71,7 +76,7 @@ class Interpreters:
         return subprocess.CompletedProcess([code, *words], returncode, out, error)
 
     def _server(self, environment: dict[str, str]) -> "subprocess.Popen[str]":
-        key = tuple(sorted(environment.items()))
+        key = tuple(sorted((name, value) for name, value in environment.items() if name in READ_BY_IMPORTS))
         if key not in self._servers:
             modules = ["torch", "meshrec.ops.operators", "meshrec.ops.tbe.naive"]
             self._servers[key] = subprocess.Popen(
@@ -79,7 +84,7 @@ class Interpreters:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **environment},
+                env={**os.environ, **dict(key)},
             )
         return self._servers[key]
 
