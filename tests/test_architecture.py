@@ -435,34 +435,27 @@ def test_public_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert public["meshrec"]
 
 
-def modules_of(imported: str) -> list[str]:
-    """Return the modules that a new process has after ``imported``, and did not have with torch alone."""
+def test_imports_are_light_and_silent() -> None:
+    """The package needs torch alone; a server starts without what trains."""
     code = (
-        f"import json, sys, torch; before = set(sys.modules); import {imported}; "
-        "json.dump(sorted(set(sys.modules) - before), sys.stderr)"
+        "import json, sys, torch; before = set(sys.modules); import meshrec; package = set(sys.modules) - before;"
+        "import meshrec.serve.server; server = set(sys.modules) - before;"
+        "json.dump([sorted(package), sorted(server)], sys.stderr)"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == ""
-    return list(json.loads(done.stderr))  # anything else printed would not parse
-
-
-def test_import_is_light_and_silent() -> None:
-    added = modules_of("meshrec")
-    assert "meshrec" in added
+    package, server = json.loads(done.stderr)  # anything else printed would not parse
+    assert "meshrec" in package
     allowed = {"meshrec", "torch", *sys.stdlib_module_names}
-    assert [name for name in added if name.split(".")[0] not in allowed] == []
+    assert [name for name in package if name.split(".")[0] not in allowed] == []
     heavy = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed", "torch.export")
-    assert [name for name in added if name.startswith(heavy)] == []
-
-
-def test_a_server_starts_without_what_trains() -> None:
-    added = modules_of("meshrec.serve.server")
-    heavy = (
+    assert [name for name in package if name.startswith(heavy)] == []
+    trains = (
         "meshrec.distributed",
         "torch.distributed.checkpoint",
         "torch.distributed.tensor",
         "triton",
         "sympy",
     )
-    assert [name for name in added if name.startswith(heavy)] == []
+    assert [name for name in server if name.startswith(trains)] == []

@@ -37,6 +37,7 @@ def test_a_new_interpreter_imports_nothing_of_the_current_folder(planted):
 
 
 def test_ranks_import_nothing_of_the_current_folder(planted, tmp_path):
+    """Nor does the fork server that they start from, with which a pool of ranks starts, too."""
     program, recipe = Path(sys.executable).with_name("meshrec"), Path(__file__).parent / "train" / "small.py"
     words = [program, "train", f"{recipe}:small", "--nproc", "2", "--runs", tmp_path / "runs"]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -95,19 +96,3 @@ def test_a_server_starts_its_children_safely(planted):
     ((_, option, code),) = spawned
     assert option == "-c"
     assert code.startswith("import sys; sys.path[:] = ")
-
-
-def test_a_rank_pool_imports_nothing_of_the_current_folder(planted, tmp_path):
-    """Its server is a process of its own, which a pool of another test may have started: so is this one."""
-    script = tmp_path / "elsewhere" / "script.py"
-    script.parent.mkdir()
-    script.write_text(
-        "from meshrec.testing import rank_pool\nfrom meshrec.testing.rank_pool import RankPool\n"
-        "rank_pool.PRELOADED = ('torch',)\n"
-        "def work():\n    return None\n"
-        "if __name__ == '__main__':\n"
-        "    with RankPool(1) as pool:\n        pool.run(work)\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not planted.exists()
