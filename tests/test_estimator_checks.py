@@ -8,7 +8,13 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from meshrec.estimators import Classifier, Regressor
 
-QUICK = {"training.max_steps": 1, "training.evaluate_every": 1, "training.epochs": 1}
+QUICK = {
+    "training.max_steps": 1,
+    "training.evaluate_every": 1,
+    "training.epochs": 1,
+    "model.fit_trees": 0,
+    "model.fit_wide": False,
+}
 NOT_APPLICABLE = {
     "check_classifiers_train": "it asks for accuracy, which one step of training does not give",
     "check_regressors_train": "it asks for accuracy, which one step of training does not give",
@@ -18,7 +24,7 @@ NOT_APPLICABLE = {
 
 def cases():
     models = (
-        ("", Classifier(options=QUICK | {"model.fit_trees": 0, "model.fit_wide": False})),
+        ("", Classifier(options=QUICK)),
         ("regressor", Regressor(options=QUICK)),  # what both have in common is checked once
     )
     for part, model in models:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -38,10 +37,18 @@ def test_a_new_interpreter_imports_nothing_of_the_current_folder(planted):
 
 def test_ranks_import_nothing_of_the_current_folder(planted, tmp_path):
     """Nor does the fork server that they start from, with which a pool of ranks starts, too."""
-    program, recipe = Path(sys.executable).with_name("meshrec"), Path(__file__).parent / "train" / "small.py"
-    words = [program, "train", f"{recipe}:small", "--nproc", "2", "--runs", tmp_path / "runs"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import os\nfrom meshrec.train.rank_processes import RankProcesses\n"
+        "if __name__ == '__main__':\n"
+        "    ranks = RankProcesses(['--version'], os.environ, 2)\n"
+        "    while ranks.running():\n        ranks.wait(60.0)\n"
+        "    assert ranks.failures() == {}\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("meshrec ") == 2
     assert not planted.exists()
 
 
