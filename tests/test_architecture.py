@@ -438,7 +438,8 @@ def test_public_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_imports_are_light_and_silent() -> None:
     """The package needs torch alone; a server starts without what trains."""
     code = (
-        "import json, sys, torch; before = set(sys.modules); import meshrec; package = set(sys.modules) - before;"
+        "import json, sys, torch; before = set(sys.modules);"
+        "import meshrec; package = set(sys.modules) - before;"
         "import meshrec.serve.server; server = set(sys.modules) - before;"
         "json.dump([sorted(package), sorted(server)], sys.stderr)"
     )

@@ -1,7 +1,8 @@
 """Served equals trained: drawn models give drawn inputs the same scores on every path.
 
 The paths are the trained model, ``meshrec predict`` or ``recommend``, the server, and the C++ predictor.
-``MESHREC_PATHS=20`` draws 20 models of each kind with 10 inputs each, and compiles each fifth for the C++ predictor.
+``MESHREC_PATHS=20`` draws 20 models of each kind with 10 inputs each, and compiles every fifth for the C++
+predictor.
 """
 
 import asyncio
@@ -171,7 +172,6 @@ def test_models_of_clicks(seed, tmp_path, request):
     rng = np.random.default_rng([seed, 2])
     # To compile takes half a minute. tests/export has packages of all kinds in C++.
     is_compiled = NUM_MODELS > 0 and seed % 5 == 0 and why_not_compiled() is None
-    program = request.getfixturevalue("program") if is_compiled else None
     data = clicks_of(rng, 300, is_new=False)
     with trained(tmp_path, "clicks", seed, data, compile=is_compiled) as (run, predictor):
         assert predictor.is_compiled == is_compiled
@@ -194,7 +194,9 @@ def test_models_of_clicks(seed, tmp_path, request):
             np.testing.assert_array_equal(by_server, by_package)
             np.testing.assert_allclose(by_server, by_model, **BOUND)
             if is_compiled:
-                np.testing.assert_array_equal(by_cpp(program, tmp_path / "package", asked), by_server)
+                np.testing.assert_array_equal(
+                    by_cpp(request.getfixturevalue("program"), tmp_path / "package", asked), by_server
+                )
 
 
 @pytest.mark.parametrize("kind", ["weighted", "tasks"])
