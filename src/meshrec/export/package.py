@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,11 @@ from meshrec.export.signing import read_private_key, sign_package
 from meshrec.export.torchscript import write_torchscript
 from meshrec.export.weights import Weights
 from meshrec.export.whole_tables import with_served_tables, with_whole_tables
-from meshrec.modules.embedding_configs import BoundsCheckMode
+from meshrec.modules.embedding_configs import BaseEmbeddingConfig, BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.served_table import ServedRows, ServedTable, unknown_row_init
+from meshrec.modules.served_table import ServedRows, unknown_row_init
+from meshrec.modules.table_lookup import storage_of
+from meshrec.tables.hashed.table import is_growable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -294,11 +296,9 @@ def rows_of(model: nn.Module) -> dict[str, int]:
 def _features_of_hashed_tables(model: nn.Module) -> set[str]:
     """Return the features which only hashed tables look up. Every int64 is a valid ID for them."""
     readers: dict[str, list[bool]] = {}
-    for child in model.modules():
-        if isinstance(child, TableCollection):
-            for config, _ in child.tables().values():
-                for feature in config.feature_names:
-                    readers.setdefault(feature, []).append(config.keys is not None)
+    for _, config in _named_configs(model):
+        for feature in config.feature_names:
+            readers.setdefault(feature, []).append(config.keys is not None)
     return {feature for feature, hashed in readers.items() if all(hashed)}
 
 
@@ -348,10 +348,11 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
     The parameters give the key of an ID, and the initial row of an ID which the table does not have.
     """
     formulas = {}
-    for path, child in model.named_modules():
-        if isinstance(child, ServedTable):
-            first, storage = unknown_row_init(child.storage), child.storage
-            formulas[f"{path}.weight"] = {
+    for name, config in _named_configs(model):
+        storage = storage_of(config)
+        if is_growable(storage):
+            first = unknown_row_init(storage)
+            formulas[name] = {
                 "seed": storage.keys.seed,
                 "max_rows": storage.max_rows,
                 "dim": storage.dim,
@@ -364,13 +365,15 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _quantized_types(model: nn.Module) -> dict[str, str]:
     """Return the `DataType` name of every quantized table, such as ``INT8``, by weight name."""
-    types = {}
+    return {name: str(config.data_type) for name, config in _named_configs(model) if config.data_type.bits}
+
+
+def _named_configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
+    """Yield the weight name and the config of every table."""
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
             for name, (config, _) in child.tables().items():
-                if config.data_type.bits:
-                    types[f"{path}.{name}" if path else name] = str(config.data_type)
-    return types
+                yield f"{path}.{name}" if path else name, config
 
 
 def _export_program(

@@ -23,7 +23,7 @@ from meshrec.modules.embedding_configs import (
     check_configs,
 )
 from meshrec.modules.input_checks import check_features, inverse_rows
-from meshrec.modules.served_table import ServedTable
+from meshrec.modules.served_table import served_table
 from meshrec.modules.table_lookup import (
     TableLookup,
     init_weight,
@@ -199,21 +199,18 @@ class TableCollection(nn.Module, ABC):
 
     def _hashed_tables(self) -> dict[int, HashedTable]:
         """Return the hashed tables by table index. Leaves out tables that `serve` has replaced."""
-        tables = {}
-        holders = self.table_holders()[1]._modules
-        for index, config in self._lookup.hashed.items():
-            if isinstance(holder := holders[config.name], TableModule):  # not the form of packages
-                tables[index] = holder.tables[0]
-        return tables
+        if self._lookup.served:
+            return {}
+        holders: Mapping[str, Any] = self.table_holders()[1]._modules
+        return {index: holders[config.name].tables[0] for index, config in self._lookup.hashed.items()}
 
     def serve(self) -> None:
-        """Replace all hashed tables by their read-only form for exported packages; see `ServedTable`."""
-        holders, modules, served = self.table_holders()[1]._modules, self.table_modules(), {}
+        """Replace all hashed tables by their read-only form for exported packages; see `served_table`."""
+        holders, served = self.table_holders()[1]._modules, self._lookup.served
         for index, config in self._lookup.hashed.items():
-            storage = modules[config.name].storage
+            storage = storage_of(config)
             assert is_growable(storage)
-            served[index] = holders[config.name] = ServedTable(storage)
-        self._lookup.serve(served)
+            served[index] = holders[config.name] = served_table(storage)
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
         """Return one tensor per table, from which kernels read rows.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshrec.ops.index import mix
 from meshrec.ops.keyed import KeyIndex, UniformInit, pack_buckets
 from meshrec.tables.hashed.table import HashedRows, HashedTable
+from meshrec.tables.module import TableModule
 
 # Shape legend: n rows, C elements per row in memory (packed codes of quantized rows).
 
@@ -60,42 +61,42 @@ class ServedRows:
         return dict(zip(INDEX, tensors, strict=True))
 
 
-class ServedTable(nn.Module):
-    """Hashed table in an exported program: rows sorted by key in ``weight`` [n, C], and index buffers.
-
-    The tensors in this module are only examples with the right dtypes, with which a program is traced. The
-    exported package contains the real tensors, which ``ServedRows`` reads from the ``HashedTable``.
+def served_table(storage: HashedRows) -> TableModule:
+    """Return the form of a hashed table in an exported program: rows sorted by key, and index buffers.
 
     torch.export requires that the kernel reads rows and index from plain tensors of dynamic size. A
-    ``HashedTable`` does not have these: its row memory moves as it grows, and its index is a C++ object. So
-    this module is not a ``TableModule``, and its rows cannot be streamed, loaded, updated, or captured in a
-    snapshot.
+    ``HashedTable`` does not have these: its row memory moves as it grows, and its index is a C++ object.
+
+    The tensors are only examples with the right dtypes, with which a program is traced. The exported package
+    contains the real tensors, which ``ServedRows`` reads from the ``HashedTable``.
 
     Args:
-        storage: Row layout and table options.
+        storage: Row layout and options of the hashed table.
     """
+    columns = storage.columns(storage.dim)
+    # All sizes differ: torch.export would treat equal sizes as the same symbol.
+    # Keys are sorted hashes, as the index requires. The values do not matter.
+    keys = mix(torch.arange(101), storage.keys.seed).sort().values
+    more = mix(torch.arange(200, 203), storage.keys.seed).sort().values
+    added = torch.stack([more, torch.arange(3)])
+    weight = nn.Parameter(torch.zeros(101, columns, dtype=storage.dtype), requires_grad=False)
+    module = TableModule(storage.name, (len(weight), storage.dim), storage.row_format, weight)
+    rows = torch.zeros(47, columns, dtype=storage.dtype)
+    for name, tensor in zip(INDEX, (pack_buckets(keys), added, rows), strict=True):
+        module.register_buffer(name, tensor)
+    return module
 
-    def __init__(self, storage: HashedRows) -> None:
-        super().__init__()
-        self.storage = storage
-        columns = storage.columns(storage.dim)
-        # All sizes differ: torch.export would treat equal sizes as the same symbol.
-        # Keys are sorted hashes, as the index requires. The values do not matter.
-        keys = mix(torch.arange(101), storage.keys.seed).sort().values
-        more = mix(torch.arange(200, 203), storage.keys.seed).sort().values
-        added = torch.stack([more, torch.arange(3)])
-        self.weight = nn.Parameter(torch.zeros(101, columns, dtype=storage.dtype), requires_grad=False)
-        rows = torch.zeros(47, columns, dtype=storage.dtype)
-        for name, tensor in zip(INDEX, (pack_buckets(keys), added, rows), strict=True):
-            self.register_buffer(name, tensor)
 
-    def key_index(self) -> KeyIndex:
-        """Return the kernel arguments: the index that finds rows by key, and the random initialization from
-        which the kernel computes rows for unknown IDs.
-        """
-        buckets, added, added_rows = (self.get_buffer(name) for name in INDEX)
-        first = unknown_row_init(self.storage)
-        return KeyIndex(buckets, added, added_rows, self.storage.keys.seed, first)
+def key_index(module: TableModule, storage: HashedRows) -> KeyIndex:
+    """Return the kernel arguments: the index that finds rows by key, and the random initialization from which
+    the kernel computes rows for unknown IDs.
+
+    Args:
+        module: Result of ``served_table``.
+        storage: Row layout and options of the hashed table.
+    """
+    buckets, added, added_rows = (module.get_buffer(name) for name in INDEX)
+    return KeyIndex(buckets, added, added_rows, storage.keys.seed, unknown_row_init(storage))
 
 
 def unknown_row_init(storage: HashedRows) -> UniformInit:

@@ -23,7 +23,7 @@ from meshrec.modules.input_checks import (
     sample_weights,
     with_copied_keys,
 )
-from meshrec.modules.served_table import ServedTable
+from meshrec.modules.served_table import key_index
 from meshrec.ops import keyed, operators, tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.cached.rows import FileBackedRows
@@ -31,6 +31,7 @@ from meshrec.tables.dense.rows import DenseRows, QuantisedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed.table import HashedRows, HashedTable
 from meshrec.tables.index import FeatureRows, Index, pin, pins_of, replace_ids_by_slots
+from meshrec.tables.module import TableModule
 from meshrec.tables.storage import RowStorage, lookup_function
 
 # Shape legend: F features in table order, B samples, N IDs, D width.
@@ -95,7 +96,8 @@ class TableLookup:
         self._indexes = {table_index: index for table_index, index in enumerate(indexes) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
         """Configs of hashed tables by table index."""
-        self._served: dict[int, ServedTable] = {}  # by table index; set by serve(), for export
+        self.served: dict[int, TableModule] = {}
+        """Read-only form of hashed tables by table index, in exported programs."""
         self.bounds_check = bounds_check
         # Every lookup asks for the mode, so the comparisons are made once.
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
@@ -124,14 +126,6 @@ class TableLookup:
     def num_clamped_ids(self) -> int:
         """Number of invalid IDs which ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
-
-    def serve(self, tables: Mapping[int, ServedTable]) -> None:
-        """Use the read-only form for exported programs of some hashed tables in all later lookups.
-
-        Args:
-            tables: Read-only form, by table index.
-        """
-        self._served = dict(tables)
 
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Return, for every lookup, the position of the feature among the input's keys.
@@ -237,8 +231,10 @@ class TableLookup:
                 return output
             lookups = self._resolve_hashed(lookups, hashed)  # initializes rows for unknown IDs
             weights = [hashed[t].rows if t in hashed else weight for t, weight in enumerate(weights)]
-        if self._served:
-            key_indexes = {index: table.key_index() for index, table in self._served.items()}
+        if self.served:
+            key_indexes = {
+                n: key_index(table, storage_of(self.hashed[n])) for n, table in self.served.items()
+            }
             return keyed.forward(self._bits, key_indexes, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
