@@ -114,18 +114,35 @@ class RawSource(FittedSource, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions:
-    """Options by which a source's samples are split into training, validation and test data."""
+    """Options by which a source's rows are split into training, validation and test data."""
 
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to take validation and test rows, a tenth each, out of the training data. If not set, no split."""
+    """How to take validation and test rows out of the training data. If not set, they have separate files."""
     split_column: str | None = None
-    """Column for a split by hash."""
+    """Column by which rows are split: numbers or times for a split by time, any type for a split by hash."""
+    split_validation: float = 0.1
+    """Share of rows for validation, on which the best weights are selected."""
+    split_test: float = 0.1
+    """Share of rows for the final test, which are read once."""
+    split_time_format: str | None = None
+    """Format (as for strptime) of a split column with times as strings. If not set, ISO 8601."""
     seed: int = 0
-    """Shuffle seed."""
+    """Seed for shuffle and split."""
 
     def split(self) -> "Split | None":
         """Return the rule that assigns rows to data parts; None without ``split_by``."""
-        return _split_of(self)
+        from meshrec.data import Split
+
+        if self.split_by is None:
+            return None
+        return Split(
+            by=self.split_by,
+            column=self.split_column,
+            validation=self.split_validation,
+            test=self.split_test,
+            seed=self.seed,
+            time_format=self.split_time_format,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,30 +168,26 @@ class FileParts:
 class TableSource(ABC):
     """Base class for data sources with table rows, which fitted `Features` convert to samples.
 
+    A data source derives from `SplitOptions`, too.
+
     A run fits the features once, on the training rows, and stores them in the run folder. All later
     evaluation and scoring reads the stored features.
     """
 
     features: Any
     """Features to make from the columns: `meshrec.data.features.Features`."""
-    split_by: Literal["time", "hash", "random"] | None = None
-    """How to take validation and test rows out of the training data. If not set, they have separate files."""
-    split_column: str | None = None
-    """Column by which rows are split: numbers or times for a split by time, any type for a split by hash."""
-    split_validation: float = 0.1
-    """Share of rows for validation, on which the best weights are selected."""
-    split_test: float = 0.1
-    """Share of rows for the final test, which are read once."""
-    split_time_format: str | None = None
-    """Format (as for strptime) of a split column with times as strings. If not set, ISO 8601."""
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a damaged row raises an error or is skipped."""
     window: int = 8192
     """Number of rows in the shuffle buffer."""
-    seed: int = 0
-    """Seed for shuffle and split."""
+    seed: int
+    """Seed for shuffle and split, a field of `SplitOptions`."""
     fitted: Path | None = None
     """Folder with features that `meshrec fit` has fitted. If not set, the run fits them."""
+
+    @abstractmethod
+    def split(self) -> "Split | None":
+        """Return the rule that assigns rows to data parts, as `SplitOptions` does."""
 
     def parts(self) -> tuple[Any, Any, Any]:
         """Return the training, validation and test data, as paths or tables.
@@ -203,14 +216,14 @@ class TableSource(ABC):
             features,
             self._open,
             self.parts()[0],
-            split=self._split(),
+            split=self.split(),
             on_error=self.on_error,
             engine=engine,
         )
 
     def fit_options(self) -> dict[str, Any]:
         """Return the options on which fitted features depend, except for the files, as JSON types."""
-        split = self._split()
+        split = self.split()
         return {
             "features": self.features.to_json(),
             "split": None if split is None else asdict(split),
@@ -233,7 +246,7 @@ class TableSource(ABC):
         train = self.parts()[0]
         features: Features = self.features
         return fit_on_ranks(
-            features, self._open, train, axis, split=self._split(), on_error=self.on_error, tell=tell
+            features, self._open, train, axis, split=self.split(), on_error=self.on_error, tell=tell
         )
 
     def dataset(self, features: "Features") -> "Dataset":
@@ -246,7 +259,7 @@ class TableSource(ABC):
             train=train,
             validation=validation,
             test=test,
-            split=self._split(),
+            split=self.split(),
             schema=features,
             name=type(self).__name__.lower(),
             seed=self.seed,
@@ -301,24 +314,6 @@ class TableSource(ABC):
     def load(self) -> "Dataset":
         """Fit the features, and open the data with them."""
         return self.dataset(self.fit())
-
-    def _split(self) -> "Split | None":
-        """Return the rule that assigns rows to data parts; None if the parts have separate files."""
-        return _split_of(
-            self,
-            validation=self.split_validation,
-            test=self.split_test,
-            time_format=self.split_time_format,
-        )
-
-
-def _split_of(source: SplitOptions | TableSource, **options: Any) -> "Split | None":
-    """Return the rule that assigns rows to data parts, from a source's options; None without ``split_by``."""
-    from meshrec.data import Split
-
-    if source.split_by is None:
-        return None
-    return Split(by=source.split_by, column=source.split_column, seed=source.seed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

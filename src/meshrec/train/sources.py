@@ -65,9 +65,7 @@ class MovieLens(SplitOptions, DataSource):
     history: int = 20
     """Maximum number of movies in a user's history."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to take out validation and test data, a tenth each. If not set, the last two tenths of every user's
-    ratings.
-    """
+    """How to take out validation and test data. If not set, the last two tenths of every user's ratings."""
     split_column: str | None = None
     """Column for a split by hash: user or movie."""
     liked_from: tuple[float, ...] = (4.0,)
@@ -87,12 +85,12 @@ class MovieLens(SplitOptions, DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parquet(FileParts, TableSource, DataSource):
+class Parquet(FileParts, SplitOptions, TableSource, DataSource):
     """Data source for Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Csv(FileParts, TableSource, DataSource):
+class Csv(FileParts, SplitOptions, TableSource, DataSource):
     """Data source for CSV files with a header, or JSON lines files, which are read into memory."""
 
     csv: CsvFormat = DETECTED
@@ -105,7 +103,7 @@ class Csv(FileParts, TableSource, DataSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame(TableSource, DataSource):
+class Frame(SplitOptions, TableSource, DataSource):
     """Data source for tables in memory: Arrow, pandas, polars, or Hugging Face datasets.
 
     The recipe function loads the tables. It is called on every rank.
