@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.dense.rows import row_format
 from meshrec.tables.hashed.keys import Hashed
 
 # Attributes of every torch module. A table is a submodule, so the table name must not shadow them.
@@ -192,9 +192,8 @@ class BaseEmbeddingConfig:
         if not isinstance(self.embedding_dim, int) or self.embedding_dim < 1:
             return 1  # placeholder: the caller reports the invalid embedding_dim
         try:
-            bits = self.data_type.bits
             # max_rows may be given in bytes, so the row size must be known here.
-            form = QuantisedRows(bits) if bits else DenseRows(self.data_type.dtype)
+            form = row_format(self.data_type.dtype, self.data_type.bits)
             rows = keys.rows(form.num_bytes(1, self.embedding_dim))
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from error

@@ -27,7 +27,7 @@ from meshrec.modules.served_table import key_index
 from meshrec.ops import keyed, operators, tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.cached.rows import FileBackedRows
-from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.dense.rows import DenseRows, row_format
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed.table import HashedRows, HashedTable
 from meshrec.tables.index import FeatureRows, Index, pin, pins_of, replace_ids_by_slots
@@ -386,7 +386,7 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
 
 def storage_for(data_type: DataType) -> RowStorage:
     """Return the row storage of an in-memory table with a data type."""
-    return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
+    return row_format(data_type.dtype, data_type.bits)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:

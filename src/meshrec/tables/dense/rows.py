@@ -1,6 +1,6 @@
 """Row storage of fixed tables: floating-point rows, or quantised rows with a scale and a bias."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,13 +43,6 @@ class DenseRows:
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialized row memory [num_rows, columns].
-
-        Args:
-            num_rows: row count.
-            columns: elements per row.
-            device: memory device.
-        """
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
@@ -57,19 +50,13 @@ class DenseRows:
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        return num_rows * dim * self.dtype.itemsize
+        return num_rows * self.columns(dim) * self.dtype.itemsize
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create initial optimizer state: per state slot an fp32 tensor, [num_rows] or [num_rows, dim].
-
-        Args:
-            spec: optimizer; None: no optimizer state.
-            num_rows: row count.
-            dim: values per row.
-            device: memory device.
-        """
+        # Quantised rows are read-only, and have no optimizer state.
+        assert spec is None or self.is_trainable
         # Huge pages where the system has them, as for the rows: kernels read state at random positions.
         return [
             empty_pages(slot.shape(num_rows, dim), torch.float32, device).fill_(slot.initial_value)
@@ -86,7 +73,7 @@ class DenseRows:
 
 
 @dataclass(frozen=True)
-class QuantisedRows:
+class QuantisedRows(DenseRows):
     """Storage for read-only rows of integer codes, with a scale and a bias per row; see ``ops.nbit``.
 
     The value of a code is ``code * scale + bias``. A column shard keeps the scale and bias of the whole row,
@@ -96,17 +83,17 @@ class QuantisedRows:
         bits: bits per code: 8, 4 or 2.
     """
 
-    bits: int
-    dtype = torch.uint8
+    dtype: torch.dtype = field(default=torch.uint8, init=False)
+    bits: int = field()
     is_trainable = False
-    rows_in_parameter = True
-    collects_gradients = True
-    is_growable = may_fail = needs_row_sums = False
-    row_parts = (
-        RowPart("weight", torch.uint8, False),
-        RowPart("weight_qscale", torch.float16, True),
-        RowPart("weight_qbias", torch.float16, True),
-    )
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return (
+            RowPart("weight", torch.uint8, False),
+            RowPart("weight_qscale", torch.float16, True),
+            RowPart("weight_qbias", torch.float16, True),
+        )
 
     def columns(self, dim: int) -> int:
         """Return the bytes per row of ``dim`` values: scale, bias and codes, padded to a multiple of 4."""
@@ -118,38 +105,6 @@ class QuantisedRows:
         Tables can be split only between columns that start a byte.
         """
         return nbit.code_bytes(column, self.bits)
-
-    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
-        """Allocate uninitialized row memory, uint8 [num_rows, columns].
-
-        Args:
-            num_rows: row count.
-            columns: bytes per row.
-            device: memory device.
-        """
-        return empty_pages((num_rows, columns), self.dtype, device)
-
-    def index(self, first_row: int, num_rows: int) -> Index | None:
-        """Return None: the row with key ``k`` is at position ``k - first_row``, so no index is needed."""
-        return None
-
-    def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of ``num_rows`` rows with ``dim`` values each, including padding."""
-        return num_rows * self.columns(dim)
-
-    def new_state(
-        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
-    ) -> list[Tensor]:
-        """Return an empty list, because quantised rows are read-only and have no optimizer state.
-
-        Args:
-            spec: must be None.
-            num_rows: unused.
-            dim: unused.
-            device: unused.
-        """
-        assert spec is None
-        return []
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
         """Return views of the codes (uint8 [n, bytes]), scales and biases (fp16 [n]) in row memory.
@@ -166,3 +121,13 @@ class QuantisedRows:
     def encode(self, values: Tensor) -> Tensor:
         """Quantise row values [n, dim] to row memory, uint8 [n, columns(dim)], with FBGEMM's rounding."""
         return nbit.quantize(values, self.bits)
+
+
+def row_format(dtype: torch.dtype, bits: int) -> DenseRows:
+    """Return the storage for rows in memory with an element type, or with quantised values.
+
+    Args:
+        dtype: element type of floating-point rows.
+        bits: bits per quantised value; 0: floating-point rows.
+    """
+    return QuantisedRows(bits) if bits else DenseRows(dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrec.ops.index import mix
 from meshrec.ops.initial_rows import uniform_rows, write_uniform_rows
-from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.dense.rows import DenseRows
 from meshrec.tables.initial import draw_rows
 from meshrec.tables.table import Span
 
@@ -27,7 +27,7 @@ class InitialRows:
         init_fn: fills a row ``[1, dim]`` in place from torch's default generator; None: uniform values.
     """
 
-    row_format: DenseRows | QuantisedRows
+    row_format: DenseRows
     dim: int
     seed: int
     bounds: tuple[float, float]

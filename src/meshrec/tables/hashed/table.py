@@ -23,7 +23,7 @@ from meshrec.ops.index import (
 )
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.rows import FileRows
-from meshrec.tables.dense.rows import DenseRows, QuantisedRows
+from meshrec.tables.dense.rows import DenseRows, row_format
 from meshrec.tables.hashed.accounting import TableCounts
 from meshrec.tables.hashed.admission import AdmissionCounts, admission_counts_for
 from meshrec.tables.hashed.file import CachedKeys
@@ -398,9 +398,9 @@ class HashedRows(ExternalRows):
         return self.keys.evict is not None and self.keys.evict.needs_rows
 
     @property
-    def row_format(self) -> DenseRows | QuantisedRows:
+    def row_format(self) -> DenseRows:
         """Row format of the values alone, without the values that the eviction policy stores per row."""
-        return QuantisedRows(self.bits) if self.bits else DenseRows(self.dtype)
+        return row_format(self.dtype, self.bits)
 
     @property
     def is_trainable(self) -> bool:
