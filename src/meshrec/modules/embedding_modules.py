@@ -206,11 +206,12 @@ class TableCollection(nn.Module, ABC):
 
     def serve(self) -> None:
         """Replace all hashed tables by their read-only form for exported packages; see `served_table`."""
-        holders, served = self.table_holders()[1]._modules, self._lookup.served
+        holders = self.table_holders()[1]._modules
         for index, config in self._lookup.hashed.items():
             storage = storage_of(config)
             assert is_growable(storage)
-            served[index] = holders[config.name] = served_table(storage)
+            holders[config.name] = module = served_table(storage)
+            self._lookup.served[index] = module, storage
 
     def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
         """Return one tensor per table, from which kernels read rows.

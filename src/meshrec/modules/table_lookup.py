@@ -96,8 +96,8 @@ class TableLookup:
         self._indexes = {table_index: index for table_index, index in enumerate(indexes) if index is not None}
         self.hashed = {n: table for n, table in enumerate(tables) if table.keys is not None}
         """Configs of hashed tables by table index."""
-        self.served: dict[int, TableModule] = {}
-        """Read-only form of hashed tables by table index, in exported programs."""
+        self.served: dict[int, tuple[TableModule, HashedRows]] = {}
+        """Read-only form and options of hashed tables by table index, in exported programs."""
         self.bounds_check = bounds_check
         # Every lookup asks for the mode, so the comparisons are made once.
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
@@ -232,9 +232,7 @@ class TableLookup:
             lookups = self._resolve_hashed(lookups, hashed)  # initializes rows for unknown IDs
             weights = [hashed[t].rows if t in hashed else weight for t, weight in enumerate(weights)]
         if self.served:
-            key_indexes = {
-                n: key_index(table, storage_of(self.hashed[n])) for n, table in self.served.items()
-            }
+            key_indexes = {index: key_index(*table) for index, table in self.served.items()}
             return keyed.forward(self._bits, key_indexes, weights, lookups, options)
         return self._look_up(weights, lookups, options)
 
