@@ -170,10 +170,6 @@ class WholeTables(tbe.Updater):
         """Update the tables with the gradient of a lookup. With ``"on_step"``, collect the gradient instead.
 
         A table is not changed if the parameter requires no gradient now.
-
-        Args:
-            grad: lookup output gradient.
-            lookups: the lookup.
         """
         gradient = TableGradient(LookedUp(grad, lookups), {}, pins_of(lookups.values))
         # A second backward pass must fail before anything changes.

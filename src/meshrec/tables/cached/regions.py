@@ -96,24 +96,13 @@ class RowRegions(StoredRows):
         self._is_written = torch.zeros(-(-rectangle.r1 // region_rows) - self._offset, dtype=torch.bool)
 
     def unwritten(self, keys: Tensor) -> list[int]:
-        """Return the numbers of the regions which contain the given rows and are not in the file yet.
-
-        Args:
-            keys: row keys, int64 [N].
-
-        Returns:
-            Region numbers, ascending, counted from the first region overlapping the rectangle.
-        """
+        """Return the numbers of the regions which contain the given rows and are not in the file yet."""
         regions = keys.div(self._region_rows, rounding_mode="floor").unique() - self._offset
         unwritten: list[int] = regions[~self._is_written[regions]].tolist()
         return unwritten
 
     def write_initial(self, regions: Iterable[int]) -> None:
         """Write initial values to all rows of some regions.
-
-        Args:
-            regions: region numbers, as ``unwritten`` returns them.
-
         Raises:
             RowFileError: the disk is full, or fails.
         """
@@ -146,12 +135,6 @@ class RowRegions(StoredRows):
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
         """Read rows to slots in memory. Rows in regions not in the file get their initial values.
-
-        Args:
-            keys: row keys, ascending, int64 [N].
-            parts: memory to fill, one tensor per row part, indexed by slot.
-            slots: slot for the row under each key, int64 [N].
-
         Raises:
             RowFileError: a record is damaged, or the disk fails.
         """

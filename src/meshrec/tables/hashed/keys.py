@@ -235,10 +235,6 @@ class TTL(Eviction):
         """Return the mask of rows without an update within the time to live, bool by slot.
 
         A time to live in updates is checked only at some updates. At the other updates, the result is None.
-
-        Args:
-            parts: policy parts by name, indexed by slot.
-            clock: update time.
         """
         # The check reads all rows, so it runs only sixteen times per time to live.
         if self.steps is not None and clock.step % max(1, self.steps // 16):
@@ -296,11 +292,6 @@ class Score(Eviction):
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Call the function, and map its values to int64 scores [N] with the same order.
-
-        Args:
-            rows: rows for which to compute scores.
-            clock: unused.
-
         Raises:
             ValueError: the function does not return one value per row, or returns NaN.
         """

@@ -444,26 +444,14 @@ class HashedRows(ExternalRows):
         return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
-        """Return the bytes of some rows, including the eviction policy's values, without optimizer state.
-
-        Args:
-            num_rows: row count.
-            dim: values per row.
-        """
+        """Return the bytes of some rows, including the eviction policy's values, without optimizer state."""
         policy_bytes = sum(part.dtype.itemsize for part in self.policy_parts)
         return self.row_format.num_bytes(num_rows, dim) + num_rows * policy_bytes
 
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create initial optimizer state; see ``DenseRows.new_state``.
-
-        Args:
-            spec: optimizer; None: no state.
-            num_rows: row count.
-            dim: values per row.
-            device: memory device.
-        """
+        """Create initial optimizer state; see ``DenseRows.new_state``."""
         return self.row_format.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
@@ -476,12 +464,6 @@ class HashedRows(ExternalRows):
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
         """Create an empty table for a rectangle.
-
-        Args:
-            rectangle: key and column intervals.
-            spec: optimizer; None: no optimizer state.
-            device: module device, CPU or ``meta``. The rows are on the CPU in both cases.
-
         Raises:
             ValueError: the device is a GPU.
         """
