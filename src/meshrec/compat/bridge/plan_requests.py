@@ -256,13 +256,7 @@ class DefaultPlannerProvider(PlannerProvider):
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> types.Topology:
-        """Return the topology with the request's ranks and memory.
-
-        Args:
-            sku: not used.
-            request: model and machine.
-            ctx: not used.
-        """
+        """Return the topology with the request's ranks and memory."""
         topology: types.Topology = Topology(
             world_size=request.world_size,
             compute_device=request.compute_device or "cuda",
@@ -294,14 +288,7 @@ class DefaultPlannerProvider(PlannerProvider):
         storage_reservation: FixedPercentageStorageReservation,
         ctx: PlannerSessionContext,
     ) -> EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the request's options.
-
-        Args:
-            sku: not used.
-            topology: machine to plan for.
-            storage_reservation: memory to reserve for other uses than tables.
-            ctx: session with the request.
-        """
+        """Return MeshRec's planner with the request's options."""
         request = ctx.request
         return EmbeddingShardingPlanner(
             topology=topology,

@@ -80,14 +80,7 @@ class Cross(IdFeature):
         return None
 
     def rows_of(self, array: Any) -> Ints:
-        """Hash the column values of every sample to an embedding table row; row 0 if a value is missing.
-
-        Args:
-            array: struct array [n] with a field per column.
-
-        Returns:
-            Row indices, int64 [n].
-        """
+        """Hash the column values of every sample to an embedding table row; row 0 if a value is missing."""
         hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
         for position in range(len(self.columns_crossed)):
             column = array.field(position)

@@ -14,13 +14,7 @@ from meshrec.ops.tbe import Lookups, triton
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Look up and pool quantized rows on a GPU, as ``naive.nbit_forward`` does.
-
-    Args:
-        weights: see ``naive.nbit_forward``.
-        bits: see ``naive.nbit_forward``.
-        arguments: see ``naive.nbit_forward``.
-    """
+    """Look up and pool quantized rows on a GPU, as ``naive.nbit_forward`` does."""
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
     # The kernel computes row addresses from dims and bits, so wrong widths would read outside the table.
     naive.check_tables(weights, bits, lookups)
