@@ -1,8 +1,8 @@
 """Sharders, which create the sharded module for an unsharded embedding collection from a plan."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -19,13 +19,18 @@ from meshrec.optim.table_names import by_module
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 
+M = TypeVar("M", bound=TableCollection)
+"""Unsharded collection."""
+S = TypeVar("S")
+"""Sharded collection."""
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
-class _Sharder:
+class _Sharder(Generic[M, S]):
     """Base class for sharders; see `EmbeddingBagCollectionSharder` for the arguments."""
 
-    module_type: type[TableCollection]
+    module_type: type[M]
+    sharded_type: Callable[[M, ModuleParts], S]
 
     def __init__(
         self,
@@ -72,6 +77,28 @@ class _Sharder:
             sharders[path].tables = None if optimized is None else frozenset(optimized[path])
             sharders[path].wires = self.wires._replace(tables=wires[path])
         return sharders
+
+    def shard(
+        self,
+        module: M,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+    ) -> S:
+        """Create the sharded module for ``module``. Collective.
+
+        Args:
+            module: the unsharded module. The sharded tables copy its weights, or draw initial weights if they
+                are on the ``meta`` device.
+            plan: the module's plan, equal on all ranks.
+            env: the ranks; by default all ranks in the default process group.
+            device: device for this rank's tables; by default the process group's device.
+
+        Raises:
+            TypeError: this sharder does not shard modules of this type.
+            ValueError: the plan or the device does not fit. Nothing has been allocated.
+        """
+        return self.sharded_type(module, self.built(module, plan, env, device))
 
     def built(
         self,
@@ -120,7 +147,7 @@ class _Sharder:
         return build(source_tables(module), plan, env, device, options)
 
 
-class EmbeddingBagCollectionSharder(_Sharder):
+class EmbeddingBagCollectionSharder(_Sharder[EmbeddingBagCollection, ShardedEmbeddingBagCollection]):
     """Factory of ShardedEmbeddingBagCollection, from an EmbeddingBagCollection and a sharding plan.
 
     Args:
@@ -142,54 +169,14 @@ class EmbeddingBagCollectionSharder(_Sharder):
     """
 
     module_type = EmbeddingBagCollection
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        plan: EmbeddingModuleShardingPlan,
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """Create the sharded module for ``module``. Collective.
-
-        Args:
-            module: the unsharded module. The sharded tables copy its weights, or draw initial weights if they
-                are on the ``meta`` device.
-            plan: the module's plan, equal on all ranks.
-            env: the ranks; by default all ranks in the default process group.
-            device: device for this rank's tables; by default the process group's device.
-
-        Raises:
-            ValueError: the plan or the device does not fit. Nothing has been allocated.
-        """
-        built = self.built(module, plan, env, device)
-        return ShardedEmbeddingBagCollection(module, built)
+    sharded_type = ShardedEmbeddingBagCollection
 
 
-class EmbeddingCollectionSharder(_Sharder):
+class EmbeddingCollectionSharder(_Sharder[EmbeddingCollection, ShardedEmbeddingCollection]):
     """Factory of ShardedEmbeddingCollection; arguments as for EmbeddingBagCollectionSharder."""
 
     module_type = EmbeddingCollection
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        plan: EmbeddingModuleShardingPlan,
-        env: ShardingEnv | None = None,
-        device: torch.device | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Create the sharded module for ``module``. Collective.
-
-        Args:
-            module: the unsharded module.
-            plan: the module's plan, equal on all ranks.
-            env: the ranks; by default all ranks in the default process group.
-            device: device for this rank's tables; by default the process group's device.
-
-        Raises:
-            ValueError: as for ``EmbeddingBagCollectionSharder.shard``.
-        """
-        return ShardedEmbeddingCollection(module, self.built(module, plan, env, device))
+    sharded_type = ShardedEmbeddingCollection
 
 
 def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
