@@ -9,6 +9,7 @@ from meshrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    Hashed,
     JaggedTensor,
     KeyedJaggedTensor,
     PoolingType,
@@ -16,6 +17,7 @@ from meshrec import (
 )
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD, RowWiseAdagrad
+from meshrec.tables.module import TableModule
 
 from .models import (
     BATCH,
@@ -181,6 +183,19 @@ def test_names_of_parameters():
     ]
     assert list(make_sequences().state_dict()) == [f"embeddings.{table}.weight" for table in TABLES]
     assert list(make_bags().tables()) == list(make_bags().state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_embeddings": 9, "data_type": DataType.INT4}, {"keys": Hashed(max_rows=9)}],
+    ids=["quantised", "hashed"],
+)
+def test_one_class_holds_rows_of_every_storage_also_in_packages(options):
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, feature_names=["f"], **options)
+    collection = EmbeddingBagCollection([config])
+    assert type(collection.embedding_bags["t"]) is TableModule
+    collection.serve()
+    assert type(collection.embedding_bags["t"]) is TableModule
 
 
 @pytest.mark.parametrize("name", ["items", "keys", "type", "forward"])
