@@ -127,38 +127,12 @@ def test_the_environment_can_force_it(packages, monkeypatch):
     assert "torchrec" not in finder.install()
 
 
-def test_the_bridge_is_light():
+def test_the_bridge_is_light(run_code):
     code = (
         "import sys, torch, meshrec.compat.torchrec as c; c.install(force=True); import torchrec; "
         "print([name for name in sys.modules if name.startswith(('torch._dynamo', 'meshrec.planner'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-SCRIPT = """
-import multiprocessing
-
-
-def child():
-    from torchrec import KeyedJaggedTensor
-    assert KeyedJaggedTensor.__module__.startswith("meshrec."), KeyedJaggedTensor
-
-
-if __name__ == "__main__":
-    from meshrec.compat.torchrec import install
-    install(force=True)
-    process = multiprocessing.get_context("spawn").Process(target=child)
-    process.start()
-    process.join()
-    raise SystemExit(process.exitcode)
-"""
-
-
-def test_spawned_processes_have_the_bridge_too(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert run_code(code).stdout.strip() == "[]"
 
 
 BY_JOBLIB = """

@@ -8,10 +8,10 @@ import pytest
 SOURCE = str(Path(__file__).parents[3] / "src")
 
 
-def run(*arguments, **environment):
+def run(*arguments):
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": SOURCE, "MESHREC_COMPAT_FORCE": "0", **environment},
+        env={**os.environ, "PYTHONPATH": SOURCE, "MESHREC_COMPAT_FORCE": "0"},
         capture_output=True,
         text=True,
     )
@@ -35,17 +35,18 @@ def test_a_script_runs_with_its_arguments(script):
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_one_added_line_is_enough(script):
+def test_one_added_line_is_enough(run_code, script):
     text = Path(script).read_text()
-    Path(script).write_text(f"import meshrec.compat.torchrec\n{text}")
-    done = run(script, "x", MESHREC_COMPAT_FORCE="1")
+    code = f"__file__ = {script!r}\nimport meshrec.compat.torchrec\n{text}"
+    done = run_code(code, "x", cwd=Path(script).parent, MESHREC_COMPAT_FORCE="1")
     assert done.stdout.startswith("meshrec.compat.bridge.embeddings beside ['x']"), done.stderr
 
 
-def test_the_scripts_error_is_its_own(tmp_path):
+def test_the_scripts_error_is_its_own(run_code, tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("import torchrec\nfrom torchrec.distributed import ShardedModule\n")
-    done = run("-m", "meshrec.compat.torchrec", "--force", str(path))
+    code = "import runpy; runpy.run_module('meshrec.compat.torchrec', run_name='__main__', alter_sys=True)"
+    done = run_code(code, "--force", path, check=False)
     assert done.returncode == 1
     assert f'File "{path}", line 2' in done.stderr
     assert "Nearest: ShardedEmbeddingBagCollection." in done.stderr
