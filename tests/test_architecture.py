@@ -101,6 +101,7 @@ CPP_TESTS = {
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,
+    "scores.cpp": ["tests/ops/scores/test_naive.py"],
     "runs.cpp": TBE_TESTS,
     **dict.fromkeys(("shard.cpp", "slots.cpp", "unique.cpp"), INDEX_TESTS),
     "verify.cpp": ["tests/export/test_runtime.py"],

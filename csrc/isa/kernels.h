@@ -14,6 +14,7 @@
 #include "index/scan.h"
 #include "interaction/interaction.h"
 #include "nbit/rows.h"
+#include "scores/scores.h"
 #include "tbe/kernels.h"
 
 namespace meshrec {
@@ -41,6 +42,8 @@ struct Kernels {
   int64_t (*find_rows)(const FindRowsArgs&);
   int64_t (*scan)(const ScanArgs&);  // returns how many IDs are listed
   void (*draw)(const DrawArgs&, int64_t begin, int64_t end);
+  void (*rank)(const RankArgs&);
+  int64_t (*find_larger)(LargerArgs&);  // returns the column to continue from
 };
 
 const Kernels* kernels_baseline();

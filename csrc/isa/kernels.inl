@@ -22,6 +22,7 @@ namespace {
 #include "attention/algebra.inl"
 #include "attention/attention.inl"
 #include "interaction/interaction.inl"
+#include "scores/scores.inl"
 #include "tbe/kernels.inl"
 
 // Quantized rows, with the same interface as the rows in pool.inl.
@@ -66,7 +67,9 @@ const Kernels kTable = {MESHREC_NAME,
                         find,
                         find_rows,
                         scan,
-                        draw};
+                        draw,
+                        rank,
+                        find_larger};
 
 }  // namespace
 

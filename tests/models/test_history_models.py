@@ -49,6 +49,16 @@ DENSE = torch.zeros(0, 0)
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_histories_encoded_in_blocks_have_the_same_queries(kind, monkeypatch):
+    model = make_model(kind).eval()
+    lengths = torch.randint(0, 7, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    given = features([[(7 * n + k) % NUM_ITEMS for k in range(n)] for n in lengths], [[]] * 50)
+    whole = model.query_vectors(given)
+    monkeypatch.setattr("meshrec.models.history_model._ENCODED_BLOCK", 8)
+    torch.testing.assert_close(model.query_vectors(given), whole)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_query_sees_the_whole_history_in_order_and_no_other(kind):
     model = make_model(kind).eval()
     (alone,) = model.query_vectors(features([[1, 2, 3]], [[]]))

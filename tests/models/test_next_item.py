@@ -13,7 +13,16 @@ from meshrec.models import (
     sampled_softmax,
     top_items,
 )
-from meshrec.models.next_item import NO_ITEM, ItemChunk, NegativeSampler, last_ids
+from meshrec.models.next_item import (
+    NO_ITEM,
+    ItemChunk,
+    NegativeSampler,
+    NewUsers,
+    NewUserScores,
+    last_ids,
+)
+from meshrec.models.repeats import RepeatedItems
+from meshrec.models.trends import TrendScores
 
 NUM_ITEMS, WIDTH = 40, 6
 
@@ -188,3 +197,54 @@ def test_negatives_in_the_batch_are_its_targets():
         NegativeSampler(ids, softmax)
     with pytest.raises(ValueError, match=r"temperature 0.0.*above 0"):
         SampledSoftmax(temperature=0.0)
+
+
+def exact_case():
+    """Integers, whose dot products are exact in any order, with many ties; samples for three blocks."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randint(-2, 3, (300, 4), generator=generator).float()
+    items = torch.randint(-2, 3, (NUM_ITEMS, 4), generator=generator).float()
+    ids = torch.arange(NUM_ITEMS) * 7 - 100
+    lengths = torch.randint(0, 5, (300,), generator=generator)
+    seen = torch.cat([torch.randperm(NUM_ITEMS, generator=generator)[: int(length)] for length in lengths])
+    target = torch.randint(NUM_ITEMS, (300,), generator=generator)
+    is_new = torch.rand(300, generator=generator) < 0.2
+    trends = TrendScores(ids, torch.randint(-2, 3, (NUM_ITEMS,), generator=generator).float(), 0.5)
+    popular = NewUserScores(ids, torch.randint(-9, 0, (NUM_ITEMS,), generator=generator).float())
+    # For every third sample, the first two items are repeated: 1.5 times the similarity, plus 1.
+    sample = torch.arange(0, 300, 3).repeat_interleave(2)
+    repeated = RepeatedItems(sample, ids[:2].repeat(100), torch.ones(200), torch.tensor(1.5))
+    bags = JaggedTensor(ids[seen], lengths=lengths)
+    options = {"seen": bags, "new_users": NewUsers(is_new, popular), "repeated": repeated, "trends": trends}
+    # The plain version: a matrix of all scores in float64.
+    scores = query.double() @ items.double().T + trends(ids)
+    scores[is_new] = popular.scores_I.double()
+    scores[::3, :2] = scores[::3, :2] * 1.5 + 1
+    masked = scores.clone()
+    masked[torch.repeat_interleave(torch.arange(300), lengths), seen] = float("-inf")
+    return query, items, ids, target, options, scores, masked
+
+
+@pytest.mark.parametrize("size", [7, NUM_ITEMS])
+def test_ranks_and_ties_equal_those_of_the_whole_matrix(size):
+    query, items, ids, target, options, scores, masked = exact_case()
+    chunks = map(ItemChunk, ids.split(size), items.split(size))
+    found = evaluate_targets(query, items[target], ids[target], chunks, **options)
+    own = scores[torch.arange(300), target]
+    masked[torch.arange(300), target] = float("-inf")  # ranked even if seen, and not against itself
+    ties = (masked == own[:, None]).sum(1)
+    assert ties.max() > 3
+    assert found[:, 2].tolist() == ties.tolist()
+    assert found[:, 1].tolist() == (1 + (masked > own[:, None]).sum(1) + ties / 2).tolist()
+    masked[torch.arange(300), target] = own
+    torch.testing.assert_close(found[:, 0].double(), masked.logsumexp(1) - own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [7, NUM_ITEMS])
+def test_top_items_and_ties_equal_those_of_the_whole_matrix(size):
+    query, items, ids, _, options, _, masked = exact_case()
+    chunks = map(ItemChunk, ids.split(size), items.split(size))
+    found = top_items(query, chunks, 10, **options)
+    expected, index = masked.sort(dim=1, descending=True, stable=True)
+    assert found.scores_BK.double().tolist() == expected[:, :10].tolist()
+    assert torch.equal(found.ids_BK, ids[index[:, :10]])

@@ -18,7 +18,7 @@ from meshrec.export.incremental import EncoderSpec
 from meshrec.models import DotProduct, HistoryModel
 from meshrec.models.next_item import add_repeat_scores
 from meshrec.models.repeats import RepeatedItems, repeated_items
-from meshrec.models.top_k import top_k
+from meshrec.ops.scores.top_k import top_k
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B samples, I items, K recommendations, V vector width
@@ -209,7 +209,7 @@ class RankedItems(NamedTuple):
             is_new_B = torch.from_numpy(~queries_BV.any(1))
             scores_BI[is_new_B] = torch.from_numpy(self.new_user_scores_I)
         if repeated is not None:
-            scores_BI = add_repeat_scores(scores_BI, torch.from_numpy(self.ids_I), repeated)
+            add_repeat_scores(scores_BI, torch.from_numpy(self.ids_I), repeated)
         for rows, lengths in hidden:
             # Hidden rows need not be among the items; `is_item` drops the others.
             at = np.searchsorted(self.ids_I, rows).clip(max=len(self.ids_I) - 1)

@@ -35,6 +35,8 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 _EVALUATION_BLOCK = 256
 """Evaluation encodes a multiple of this many samples, see `HistoryModel._evaluate`."""
+_ENCODED_BLOCK = 512
+"""Samples that are encoded at a time on a CPU, outside of training."""
 _FREE_PADDING = 16
 """Padding positions per sample that cost less than encoding another bucket."""
 
@@ -485,7 +487,23 @@ class HistoryModel(nn.Module):
                 the batch.
             check: Whether to check history lengths.
         """
-        encoded = self._encode_rows(features, history, check=check)
+        times = self._checked_times(features, history.lengths(), check=check)
+        if not check or history.values().device.type != "cpu":
+            return self._encode_last(history, times)
+        # Histories of a few samples stay in the cache: blocks of 4,096 samples took twice as long.
+        num_samples = history.lengths().shape[0]
+        parts = [
+            self._encode_last(
+                _select_bags(history, start, start + _ENCODED_BLOCK),
+                None if times is None else _select_bags(times, start, start + _ENCODED_BLOCK),
+            )
+            for start in range(0, max(num_samples, 1), _ENCODED_BLOCK)
+        ]
+        return torch.cat(parts)
+
+    def _encode_last(self, history: JaggedTensor, times: JaggedTensor | None) -> Tensor:
+        """Encode histories, and return the converted query for the next item; see `_encode`."""
+        encoded = self._encode(history, times)
         return self.similarity.convert_queries(encoded.vectors[encoded.first_B + history.lengths()])
 
     def _encode_rows(
@@ -648,7 +666,15 @@ def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) ->
 
 def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
     """Return the first ``size`` bags."""
-    # Then the offset below need not be read from the device.
-    if size == bags.lengths().shape[0]:
+    return _select_bags(bags, 0, size)
+
+
+def _select_bags(bags: JaggedTensor, start: int, stop: int) -> JaggedTensor:
+    """Return the bags ``start`` to ``stop``, exclusive; fewer if there are fewer."""
+    lengths = bags.lengths()
+    # Then the offsets below need not be read from the device.
+    if start == 0 and stop >= lengths.shape[0]:
         return bags
-    return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])
+    offsets = bags.offsets()
+    stop = min(stop, lengths.shape[0])
+    return JaggedTensor(bags.values()[int(offsets[start]) : int(offsets[stop])], lengths=lengths[start:stop])

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from meshrec.models.repeats import RepeatedItems
 from meshrec.models.similarity import DotProduct, MixtureOfLogits, Similarity
 from meshrec.models.step_samples import StepSamples
-from meshrec.models.top_k import top_k
 from meshrec.models.trends import TrendScores
 from meshrec.ops.index import mix
+from meshrec.ops.scores import merge_top_k, rank_scores
 from meshrec.sparse import JaggedTensor
 
 # B samples, T targets, N negatives, I catalogue items, C items in a chunk, D vector width, L history items
 
 CHUNK = 4096
 """Catalog items that are looked up, and scored for all samples, at a time."""
-_CPU_BLOCK = 256
-"""Samples whose scores for a chunk are computed at a time on a CPU: 4 MiB, which stay in the cache. With
-4,096 samples, evaluation took five times as long."""
+_CPU_BLOCK = 128
+"""Samples whose scores for a chunk are computed at a time on a CPU: 2 MiB, which stay in the cache. With 256
+samples, matrix products took 1.1 times as long, and with 4,096 samples five times."""
 NO_ITEM = -(1 << 63)
 """ID that stands for a missing item. The same as the key for missing values in hashed tables."""
 _DOT_PRODUCT = DotProduct()
@@ -332,26 +332,18 @@ def evaluate_targets(
         torch.ones_like(target_scores_B),
         torch.zeros_like(target_scores_B),
     )
-    blocks = _sample_blocks(query_BD, seen, new_users, repeated, trends)
-    is_true_BC = query_BD.new_empty(0)
-    for chunk in chunks:
-        for block in blocks:
-            scores_BC = block.scores(chunk, similarity)
-            # The target itself was scored above.
-            _mask_scores(scores_BC, chunk.ids_C, block.sample_B, target_B[block.rows])
-            target_scores_B1 = target_scores_B[block.rows, None]
-            # Comparisons write floats, because sums over bool are ten times slower. Masked items have the
-            # score -inf, so they are not ties. Items without a score of at most the target's are above it:
-            # with a NaN target score all items are, so that the target ranks last.
-            if is_true_BC.shape != scores_BC.shape:
-                is_true_BC = torch.empty_like(scores_BC)
-            num_at_most_B = torch.le(scores_BC, target_scores_B1, out=is_true_BC).sum(1)
-            num_below_B = torch.lt(scores_BC, target_scores_B1, out=is_true_BC).sum(1)
-            equal_B = num_at_most_B - num_below_B
-            rank_B[block.rows] += scores_BC.shape[1] - num_at_most_B + 0.5 * equal_B
-            ties_B[block.rows] += equal_B
-            # Streaming log-sum-exp over chunks.
-            log_sum_B[block.rows] = torch.logaddexp(log_sum_B[block.rows], scores_BC.logsumexp(1))
+    # The target itself was scored above.
+    targets = (torch.arange(len(target_B), device=target_B.device), target_B)
+    masked = [targets] if seen is None else [targets, _pairs(seen)]
+    blocks = _sample_blocks(query_BD, masked, new_users, repeated)
+    for _, block, scores_BC in _score_blocks(chunks, blocks, similarity, new_users, trends):
+        # Masked items have the score -inf, so they are not ties. With a NaN target score, all items are above
+        # it, so that the target ranks last.
+        ranked = rank_scores(scores_BC, target_scores_B[block.rows])
+        rank_B[block.rows] += ranked.num_above + 0.5 * ranked.num_equal
+        ties_B[block.rows] += ranked.num_equal
+        # Streaming log-sum-exp over chunks.
+        log_sum_B[block.rows] = torch.logaddexp(log_sum_B[block.rows], ranked.log_sums)
     results = torch.stack([log_sum_B - target_scores_B, rank_B, ties_B], dim=1)
     return results * (target_B != NO_ITEM)[:, None]
 
@@ -364,6 +356,7 @@ class TopItems(NamedTuple):
     scores_BK: Tensor
 
 
+@torch.no_grad()
 def top_items(
     query_BD: Tensor,
     chunks: Iterator[ItemChunk],
@@ -393,17 +386,10 @@ def top_items(
     best_scores = query_BD.new_full((len(query_BD), k), float("-inf"))
     # Placeholder IDs with score -inf, replaced as soon as k items were seen.
     best_ids = torch.zeros(len(query_BD), k, dtype=torch.int64, device=query_BD.device)
-    blocks = _sample_blocks(query_BD, seen, new_users, repeated, trends)
-    for chunk in chunks:
-        for block in blocks:
-            scores_BC = block.scores(chunk, similarity)
-            candidate_scores = torch.cat([best_scores[block.rows], scores_BC], dim=1)
-            best_scores[block.rows], best = top_k(candidate_scores, k)
-            # Candidates are the earlier best items, then the chunk's items.
-            is_new = best >= k
-            new_ids = chunk.ids_C[(best - k).clamp(min=0)]
-            old_ids = best_ids[block.rows].gather(1, best.clamp(max=k - 1))
-            best_ids[block.rows] = torch.where(is_new, new_ids, old_ids)
+    masked = [] if seen is None else [_pairs(seen)]
+    blocks = _sample_blocks(query_BD, masked, new_users, repeated)
+    for ids_C, block, scores_BC in _score_blocks(chunks, blocks, similarity, new_users, trends):
+        merge_top_k(scores_BC, ids_C, best_scores[block.rows], best_ids[block.rows])
     return TopItems(best_ids, best_scores)
 
 
@@ -425,102 +411,138 @@ class _SampleBlock(NamedTuple):
     Attributes:
         rows: Slice that selects the block's samples from the batch.
         query_BD: Queries of the block's samples.
-        sample_B: 0, 1, ..., B - 1.
-        seen: Pairs of a sample and an item that its user has seen, which get the score -inf. The first tensor
-            has the sample indices, and the second the item IDs. None: no item is masked.
-        new_users: Samples without a history, and the item scores for them. None: all samples are scored by
-            queries.
-        repeated: How items in the samples' histories are scored. None: like all other items.
-        trends: Term that is added to the similarities. None: no term.
+        masked: Pairs of a sample and an item that get the score -inf, in ascending order of the item IDs. The
+            first tensor has the sample indices, and the second the item IDs.
+        new_N: Indices of the samples without a history, if new users have fixed scores.
+        repeated: How items in the samples' histories are scored, in ascending order of the item IDs. None:
+            like all other items.
     """
 
     rows: slice
     query_BD: Tensor
-    sample_B: Tensor
-    seen: tuple[Tensor, Tensor] | None
-    new_users: NewUsers | None
+    masked: tuple[Tensor, Tensor]
+    new_N: Tensor
     repeated: RepeatedItems | None
-    trends: TrendScores | None
 
-    def scores(self, chunk: ItemChunk, similarity: Similarity) -> Tensor:
-        """Return the score for every sample and every item in a chunk, [B, C]; -inf for seen items."""
+    def scores(
+        self,
+        chunk: ItemChunk,
+        similarity: Similarity,
+        new_user_scores_C: Tensor | None,
+        trends_C: Tensor | None,
+    ) -> Tensor:
+        """Return the score for every sample and every item in a chunk, [B, C]; -inf for masked items.
+
+        Args:
+            chunk: The items.
+            similarity: How items are scored.
+            new_user_scores_C: Score per item for samples without a history.
+            trends_C: Term per item that is added to the similarities.
+        """
         scores_BC = similarity.score_matrix(self.query_BD, chunk.vectors_CD)
-        if self.trends is not None:
-            scores_BC += self.trends(chunk.ids_C)
-        if self.new_users is not None:
-            scores_C = self.new_users.scores(chunk.ids_C)
-            scores_BC = torch.where(self.new_users.is_new_B[:, None], scores_C, scores_BC)
+        if trends_C is not None:
+            scores_BC += trends_C
+        if new_user_scores_C is not None:
+            scores_BC[self.new_N] = new_user_scores_C.to(scores_BC.dtype)
         if self.repeated is not None:
-            scores_BC = add_repeat_scores(scores_BC, chunk.ids_C, self.repeated)
-        if self.seen is not None:
-            # Last, so that additions for repeated items cannot bring a masked item back.
-            _mask_scores(scores_BC, chunk.ids_C, *self.seen)
+            inside = _ids_inside(chunk.ids_C, self.repeated.ids_N)
+            add_repeat_scores(scores_BC, chunk.ids_C, self.repeated.select(inside))
+        # Last, so that additions for repeated items cannot bring a masked item back.
+        sample_N, ids_N = self.masked
+        inside = _ids_inside(chunk.ids_C, ids_N)
+        _mask_scores(scores_BC, chunk.ids_C, sample_N[inside], ids_N[inside])
         return scores_BC
+
+
+def _score_blocks(
+    chunks: Iterator[ItemChunk],
+    blocks: list[_SampleBlock],
+    similarity: Similarity,
+    new_users: NewUsers | None,
+    trends: TrendScores | None,
+) -> Iterator[tuple[Tensor, _SampleBlock, Tensor]]:
+    """Score all items for all samples, block by block; see `top_items` for the arguments.
+
+    Yields:
+        The item IDs in a chunk [C], a block of B samples, and their scores [B, C].
+    """
+    for chunk in chunks:
+        new_user_scores_C = None if new_users is None else new_users.scores(chunk.ids_C)
+        trends_C = None if trends is None else trends(chunk.ids_C)
+        for block in blocks:
+            yield chunk.ids_C, block, block.scores(chunk, similarity, new_user_scores_C, trends_C)
 
 
 def _sample_blocks(
     query_BD: Tensor,
-    seen: JaggedTensor | None,
+    masked: list[tuple[Tensor, Tensor]],
     new_users: NewUsers | None,
     repeated: RepeatedItems | None,
-    trends: TrendScores | None,
 ) -> list[_SampleBlock]:
     """Divide a batch into blocks of samples.
 
     On a CPU, a block has `_CPU_BLOCK` samples, except the last block, which may have fewer. On other devices,
-    the whole batch is a single block. The arguments are those of `top_items`.
+    the whole batch is a single block.
+
+    Args:
+        query_BD: As in `top_items`.
+        masked: Pairs of a sample and an item that get the score -inf, as tensors of sample indices and item
+            IDs.
+        new_users: As in `top_items`.
+        repeated: As in `top_items`.
     """
     num_samples, device = len(query_BD), query_BD.device
     size = _CPU_BLOCK if device.type == "cpu" else max(num_samples, 1)
-    seen_samples = None if seen is None else sample_indices(seen)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    sample_N = torch.cat([none, *(sample_N for sample_N, _ in masked)])
+    ids_N, order_N = torch.cat([none, *(ids_N.long() for _, ids_N in masked)]).sort()
+    sample_N = sample_N[order_N]
+    if repeated is not None:
+        repeated = repeated.select(repeated.ids_N.argsort())
     blocks = []
     for start in range(0, num_samples, size):
-        stop = min(start + size, num_samples)
-        rows = slice(start, stop)
-        pairs = None
-        if seen is not None and seen_samples is not None:
-            is_inside_N = (seen_samples >= start) & (seen_samples < stop)
-            pairs = (seen_samples[is_inside_N] - start, seen.values()[is_inside_N])
-        local_repeated = repeated
+        rows = slice(start, min(start + size, num_samples))
+        inside_N = ((sample_N >= start) & (sample_N < rows.stop)).nonzero().flatten()
+        block_repeated = None
         if repeated is not None:
-            is_inside_N = (repeated.sample_N >= start) & (repeated.sample_N < stop)
-            local_repeated = repeated._replace(
-                sample_N=repeated.sample_N[is_inside_N] - start,
-                ids_N=repeated.ids_N[is_inside_N],
-                additions_N=repeated.additions_N[is_inside_N],
-            )
+            is_inside_N = (repeated.sample_N >= start) & (repeated.sample_N < rows.stop)
+            block_repeated = repeated.select(is_inside_N)
+            block_repeated = block_repeated._replace(sample_N=block_repeated.sample_N - start)
         blocks.append(
             _SampleBlock(
                 rows,
                 query_BD[rows],
-                torch.arange(stop - start, device=device),
-                pairs,
-                None if new_users is None else new_users._replace(is_new_B=new_users.is_new_B[rows]),
-                local_repeated,
-                trends,
+                (sample_N[inside_N] - start, ids_N[inside_N]),
+                none if new_users is None else new_users.is_new_B[rows].nonzero().flatten(),
+                block_repeated,
             )
         )
     return blocks
 
 
-def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> Tensor:
-    """Return item scores [B, C], in which items in a sample's history have the scores from `RepeatedItems`.
+def add_repeat_scores(scores_BC: Tensor, ids_C: Tensor, repeated: RepeatedItems) -> None:
+    """Replace the scores for items in the samples' histories by those from `RepeatedItems`.
 
     Args:
-        scores_BC: Score for every sample and every item in a chunk, by similarity.
+        scores_BC: Score for every sample and every item in a chunk, by similarity; modified in place.
         ids_C: Item IDs in the chunk, ascending.
         repeated: How history items are scored. Items outside the chunk are ignored.
     """
     index_N, is_inside_N = _search_ids(ids_C, repeated.ids_N)
     pairs = repeated.sample_N[is_inside_N], index_N[is_inside_N]
     scores_N = scores_BC[pairs] * repeated.factor + repeated.additions_N[is_inside_N]
-    return scores_BC.index_put(pairs, scores_N.to(scores_BC.dtype))
+    scores_BC[pairs] = scores_N.to(scores_BC.dtype)
 
 
 def sample_indices(bags: JaggedTensor) -> Tensor:
     """Return the sample index per ID, int64 [N]. Example: bags with the lengths [2, 1] give [0, 0, 1]."""
     lengths = bags.lengths()
     return torch.repeat_interleave(torch.arange(lengths.shape[0], device=lengths.device), lengths)
+
+
+def _pairs(bags: JaggedTensor) -> tuple[Tensor, Tensor]:
+    """Return the sample index and the ID of every ID in the bags, int64 [N] each."""
+    return sample_indices(bags), bags.values()
 
 
 def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tensor) -> None:
@@ -534,6 +556,16 @@ def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tens
     """
     index, inside = _search_ids(ids_C, ids_N)
     scores_BC[sample_N[inside], index[inside]] = float("-inf")
+
+
+def _ids_inside(ids_C: Tensor, ids_N: Tensor) -> slice:
+    """Return which of the ascending IDs [N] lie between the first and the last of the ascending IDs [C].
+
+    A search in all IDs of a batch, for every chunk, would take a tenth of an evaluation.
+    """
+    first = torch.searchsorted(ids_N, ids_C[:1].to(ids_N.dtype))
+    stop = torch.searchsorted(ids_N, ids_C[-1:].to(ids_N.dtype), right=True)
+    return slice(int(first), int(stop))
 
 
 def _search_ids(ids_C: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,12 @@ class RepeatedItems(NamedTuple):
     additions_N: Tensor
     factor: Tensor
 
+    def select(self, index: Tensor | slice) -> "RepeatedItems":
+        """Return some of the pairs, by a slice, indices or a mask."""
+        return self._replace(
+            sample_N=self.sample_N[index], ids_N=self.ids_N[index], additions_N=self.additions_N[index]
+        )
+
 
 class RepeatScores(SelectedSettings):
     """Parameters of the scores for items that are in a user's history; see [Note: repeated items].

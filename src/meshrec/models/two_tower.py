@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshrec.models.dlrm import ClickBatch, OverArch
 from meshrec.models.item_frequency import ItemFrequency
-from meshrec.models.top_k import top_k
 from meshrec.modules import EmbeddingBagCollection
+from meshrec.ops.scores.top_k import top_k
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 # B batch, Q queries, I items, V vector width

@@ -18,7 +18,7 @@ from meshrec.data.interactions import SEEN
 from meshrec.data.log_columns import ITEM, USER
 from meshrec.data.logs import item_ids, vocabulary_of
 from meshrec.data.next_item_data import latest
-from meshrec.models.top_k import top_k
+from meshrec.ops.scores.top_k import top_k
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.score_file import table_writer

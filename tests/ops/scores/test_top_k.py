@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshrec.models.top_k import top_k
+from meshrec.ops.scores.top_k import top_k
 
 
 @pytest.mark.parametrize("num_values", [1, 3, 40])
