@@ -6,10 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 
+from meshrec import JaggedTensor
 from meshrec.data import Feature, Interactions, next_items
 from meshrec.metrics.named import quality
 from meshrec.model_parallel import get_unwrapped_module
+from meshrec.models import evaluate_targets
+from meshrec.models.next_item import NO_ITEM, ItemChunk
 from meshrec.optim import SGD
 from meshrec.train import (
     DenseOptimizer,
@@ -209,6 +213,29 @@ def test_baselines_do_not_depend_on_blocks(folder, monkeypatch, caplog):
         rows = ranking._BaselineEvaluator(dataset, NextItem(), lambda share: None)._items_of_users()
     assert np.diff(rows.indptr).tolist() == num_items[::2]
     assert f"{len(num_items[::2])} of {len(num_items)} users" in caplog.text
+
+
+def test_sparse_scores_are_ranked_like_a_whole_matrix():
+    random = np.random.default_rng(0)
+    ids, num = torch.arange(40) * 3, 60
+    # Few different values, so that there are ties; the first samples have no score, and the last no target.
+    dense = random.integers(0, 3, (num, 40)) * (random.random((num, 40)) < 0.3) * 1.0
+    dense[:5] = 0.0
+    prior = torch.from_numpy(random.integers(1, 4, 40) / 64)
+    target = ids[random.integers(0, 40, num)]
+    target[-1] = NO_ITEM
+    lengths = torch.from_numpy(random.integers(0, 6, num))
+    seen = JaggedTensor(torch.from_numpy(random.integers(0, 120, int(lengths.sum()))), lengths=lengths)
+    for bags in (None, seen):
+        found = ranking._SparseRanking(ids.numpy(), prior.numpy()).evaluate(csr_matrix(dense), target, bags)
+        scores = torch.from_numpy(dense)
+        logs = (scores / scores.sum(1, keepdim=True).clamp(min=1e-300) + prior).log()
+        position = (target // 3).clamp(min=0)
+        one = torch.eye(num, dtype=torch.float64)
+        chunks = iter([ItemChunk(ids, logs.T)])
+        expected = evaluate_targets(one, logs[:, position].T, target, chunks, seen=bags)
+        assert expected[:, 2].max() > 5
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_own_items_are_baselines_where_users_may_take_an_item_again():

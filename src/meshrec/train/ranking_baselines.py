@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from meshrec.data import Batch
-from meshrec.models.next_item import ItemChunk, evaluate_targets, last_ids
+from meshrec.models.next_item import NO_ITEM, last_ids
 from meshrec.sparse import JaggedTensor
 from meshrec.train.baselines import Baseline
 from meshrec.train.evaluation import Scored
@@ -24,7 +24,7 @@ _logger = logging.getLogger("meshrec")
 
 # Maximum number of samples per batch.
 _BATCH = 512
-# Values per dense block of scores [samples or items, I]: 128 MB in float64. The whole matrix would not fit.
+# Maximum number of scores that are not 0, per block of samples or items: 200 MB as a sparse matrix.
 _BLOCK = 1 << 24
 # Maximum number of (user, item) pairs from which item-kNN learns: about 1 GB with SciPy's copies.
 _MAX_PAIRS = 1 << 24
@@ -36,7 +36,7 @@ _HALF_LIVES = (2.0, 8.0, 32.0)
 _SMOOTHING = 1e-6
 """Factor of the popularity that is added to every score. It orders items with equal scores, such as 0."""
 Scores = Callable[[Batch], Any]
-"""Function from a batch to nonnegative scores of all catalog items, [B, I]."""
+"""Function from a batch to nonnegative scores of all catalog items, a sparse matrix [B, I]."""
 
 
 def ranking_baselines(
@@ -74,7 +74,7 @@ def ranking_baselines(
             "Dataset.item, catalogue and validation."
         )
     evaluator = _BaselineEvaluator(dataset, loss or NextItem(), tell)
-    yield Baseline("item popularity", evaluator.quality(lambda batch: np.zeros((len(batch), 1))), {})
+    yield Baseline("item popularity", evaluator.quality(evaluator.zeros), {})
     # Validation data selects among the variants, as it selects a model's best weights.
     yield max((evaluator.by_neighbours(num) for num in _NEIGHBOURS), key=evaluator.of_validation)
     yield Baseline("last-item Markov chain", evaluator.quality(evaluator.transitions()), {})
@@ -99,7 +99,7 @@ class _BaselineEvaluator:
         self._dataset, self._loss, self._tell, self._item = dataset, loss, tell, dataset.item
         # Ascending catalog IDs, in which _indices searches.
         self._ids_I = dataset.catalogue[dataset.item].values().long()
-        # Rows per dense block of scores.
+        # Rows per block of scores, of which all may differ from 0.
         self._block = max(_BLOCK // len(self._ids_I), 1)
         # Exactly one sequence feature has a table: the item history. Times have none.
         (self._history,) = (
@@ -111,7 +111,10 @@ class _BaselineEvaluator:
             weights = torch.repeat_interleave(batch.labels, ids.lengths()).double()
             counts_I += torch.bincount(self._indices(ids.values()), weights, minlength=len(counts_I))
         # Additive smoothing keeps the logarithm finite for items that never occur.
-        self._popularity_I = (counts_I + 1e-3) / (counts_I + 1e-3).sum()
+        popularity_I = (counts_I + 1e-3) / (counts_I + 1e-3).sum()
+        self._ranking = _SparseRanking(self._ids_I.numpy(), _SMOOTHING * popularity_I.numpy())
+        # Similarities of item-kNN, with the largest number of neighbors; computed when they are first needed.
+        self._nearest: Any = None
 
     def of_validation(self, baseline: Baseline) -> float:
         """Return a baseline's validation NDCG, at the loss's first cut-off."""
@@ -128,24 +131,28 @@ class _BaselineEvaluator:
         batch_size = min(_BATCH, self._block)
         for number, batch in enumerate(reader.batches(batch_size)):
             self._tell(min(1.0, number * batch_size / reader.num_samples))
-            of_items = torch.from_numpy(scores(batch)).double()
-            # If all scores are 0, only popularity remains.
-            of_items = of_items / of_items.sum(1, keepdim=True).clamp(min=1e-300)
-            logs_BI = (of_items + _SMOOTHING * self._popularity_I).log()
-            # An item's "vector" is its score column; a sample's is an identity row. Dot products then give
-            # the scores.
-            target_B, one = last_ids(batch.sparse[self._item]), torch.eye(len(batch), dtype=torch.float64)
-            target_logs_BB = logs_BI[:, self._indices(target_B)].T
             seen = None if self._dataset.seen is None else batch.sparse[self._dataset.seen]
-            chunks = iter([ItemChunk(self._ids_I, logs_BI.T)])
-            evaluated = evaluate_targets(one, target_logs_BB, target_B, chunks, seen=seen)
+            evaluated = self._ranking.evaluate(scores(batch), last_ids(batch.sparse[self._item]), seen)
             scored.append(Scored(None, evaluated, batch.labels, batch.weights))
         self._tell(1.0)
         _, outputs, labels, weights = Scored.concat(scored)
         return self._loss.metrics(outputs, labels, weights, gather=False)
 
+    def zeros(self, batch: Batch) -> Any:
+        """Return the score 0 for all items."""
+        from scipy import sparse
+
+        return sparse.csr_matrix((len(batch), len(self._ids_I)))
+
     def by_neighbours(self, num: int) -> Baseline:
         """Evaluate item-kNN, in which an item has similarities with the ``num`` most similar items only."""
+        if self._nearest is None:
+            self._nearest = self._similarities(max(_NEIGHBOURS))
+        nearest = _largest_in_rows(self._nearest, num)
+        return Baseline("item-kNN", self.quality(lambda batch: self._items_of_batch(batch) @ nearest), {})
+
+    def _similarities(self, num: int) -> Any:
+        """Return the cosine similarities of every item to the ``num`` most similar items, sparse [I, I]."""
         from scipy import sparse
 
         rows = self._items_of_users()
@@ -156,19 +163,13 @@ class _BaselineEvaluator:
         # Compute the item similarities a block of rows at a time, and keep only the largest in a row.
         by_item, blocks = unit.tocsc(), []
         for first in range(0, unit.shape[1], self._block):
-            cosines = (by_item[:, first : first + self._block].T @ unit).toarray()
-            at = np.arange(len(cosines))
+            cosines = (by_item[:, first : first + self._block].T @ unit).tocoo()
             # An item is not a neighbor of itself.
-            cosines[at, first + at] = 0.0
-            # The num-th largest cosine in every row. Ties with it are kept.
-            threshold = np.partition(cosines, -min(num, cosines.shape[1]), axis=1)[
-                :, -min(num, cosines.shape[1])
-            ]
-            blocks.append(sparse.csr_matrix(np.where(cosines >= threshold[:, None], cosines, 0.0)))
-        nearest = sparse.vstack(blocks).tocsr()
-        return Baseline(
-            "item-kNN", self.quality(lambda batch: (self._items_of_batch(batch) @ nearest).toarray()), {}
-        )
+            is_other = cosines.row + first != cosines.col
+            pairs = cosines.row[is_other], cosines.col[is_other]
+            cosines = sparse.csr_matrix((cosines.data[is_other], pairs), shape=cosines.shape)
+            blocks.append(_largest_in_rows(cosines, num))
+        return sparse.vstack(blocks).tocsr()
 
     def by_history(self, name: str, half_life: float) -> Baseline:
         """Evaluate the baseline that ranks items by their weighted count in the user's history.
@@ -187,7 +188,7 @@ class _BaselineEvaluator:
             weights_N = torch.exp2(-age_N / half_life).double().numpy()
             columns_N, offsets = self._indices(history.values()).numpy(), history.offsets().numpy()
             shape = (len(batch), len(self._ids_I))
-            return sparse.csr_matrix((weights_N, columns_N, offsets), shape=shape).toarray()
+            return sparse.csr_matrix((weights_N, columns_N, offsets), shape=shape)
 
         return Baseline(name, self.quality(scores), {})
 
@@ -217,10 +218,9 @@ class _BaselineEvaluator:
 
         def scores(batch: Batch) -> Any:
             history = batch.sparse[self._history]
-            rows = counts[self._indices(last_ids(history)).numpy()].toarray()
+            rows = counts[self._indices(last_ids(history)).numpy()]
             # Without a history, there is no last item. `last_ids` has given some ID for it.
-            rows[history.lengths().numpy() == 0] = 0.0
-            return rows
+            return sparse.diags((history.lengths() > 0).double().numpy()) @ rows
 
         return scores
 
@@ -271,6 +271,106 @@ class _BaselineEvaluator:
         """Return the catalog index of every item ID."""
         # An ID that is not in the catalog gets the index of a neighbor; `clamp` keeps it in range.
         return torch.searchsorted(self._ids_I, ids.long()).clamp(max=len(self._ids_I) - 1)
+
+
+class _SparseRanking:
+    """Ranking of all items by ``score / sum of the sample's scores + prior``, where most scores are 0.
+
+    The work per sample does not grow with the catalog. An item with the score 0 has only the prior, so these
+    items are counted by binary search in the sorted priors. Items with other scores, and items that are not
+    ranked, are counted one by one.
+
+    Args:
+        ids_I: Item IDs, ascending, int64.
+        prior_I: Positive prior per item, float64.
+    """
+
+    def __init__(self, ids_I: Any, prior_I: Any) -> None:
+        self._ids_I, self._prior_I = ids_I, prior_I
+        self._sorted_I, self._total = np.sort(prior_I), prior_I.sum()
+
+    def evaluate(self, scores: Any, target_B: torch.Tensor, seen: JaggedTensor | None) -> torch.Tensor:
+        """Return loss, rank and ties for every sample's target; see `meshrec.models.evaluate_targets`.
+
+        The loss is that of a softmax over the logarithms of the ranked values.
+
+        Args:
+            scores: Nonnegative scores, a sparse matrix [B, I].
+            target_B: Target IDs; `NO_ITEM` for a sample without a target.
+            seen: B bags with item IDs that are not ranked, besides the target. None: all items are ranked.
+        """
+        num_items = len(self._ids_I)
+        scores = scores.tocsr().astype(np.float64)
+        scores.sum_duplicates()
+        sums_B = np.maximum(np.asarray(scores.sum(1)).ravel(), 1e-300)
+        num_samples, sample_B = len(sums_B), np.arange(len(sums_B))
+        sample_N = np.repeat(sample_B, np.diff(scores.indptr))
+        # A pair of a sample and an item is a single integer, ascending like the entries of a matrix.
+        pair_N = sample_N * num_items + scores.indices
+        value_N = scores.data / sums_B[sample_N] + self._prior_I[scores.indices]
+        position_B, is_item_B = _search(self._ids_I, target_B.numpy())
+        target_pair_B = sample_B * num_items + position_B
+        index_B, is_scored_B = _search(pair_N, target_pair_B)
+        target_value_B = self._prior_I[position_B]
+        target_value_B[is_scored_B] = value_N[index_B[is_scored_B]]
+        # Pairs that do not compete with the target: items that are not ranked, and the target itself.
+        excluded = [target_pair_B[is_item_B]]
+        if seen is not None:
+            position_S, is_item_S = _search(self._ids_I, seen.values().numpy())
+            sample_S = np.repeat(sample_B, seen.lengths().numpy())
+            excluded.append((sample_S * num_items + position_S)[is_item_S])
+        pair_O = np.unique(np.concatenate(excluded))
+        index_O, is_scored_O = _search(pair_N, pair_O)
+        competes_N = np.ones(len(pair_N), bool)
+        competes_N[index_O[is_scored_O]] = False
+        # Items that must not be counted by their priors: they have another value, or do not compete.
+        pair_O = pair_O[~is_scored_O]
+        other_sample = np.concatenate([sample_N, pair_O // num_items])
+        other_value = self._prior_I[np.concatenate([scores.indices, pair_O % num_items])]
+        sample_N, value_N = sample_N[competes_N], value_N[competes_N]
+
+        def per_sample(samples: Any, values: Any = None) -> Any:
+            """Return the sum of values, or the number of entries, per sample."""
+            return np.bincount(samples, values, minlength=num_samples)
+
+        right_B = np.searchsorted(self._sorted_I, target_value_B, side="right")
+        left_B = np.searchsorted(self._sorted_I, target_value_B, side="left")
+        above_B = num_items - right_B - per_sample(other_sample, other_value > target_value_B[other_sample])
+        above_B = above_B + per_sample(sample_N, value_N > target_value_B[sample_N])
+        ties_B = right_B - left_B - per_sample(other_sample, other_value == target_value_B[other_sample])
+        ties_B = ties_B + per_sample(sample_N, value_N == target_value_B[sample_N])
+        totals_B = (
+            self._total
+            - per_sample(other_sample, other_value)
+            + per_sample(sample_N, value_N)
+            + target_value_B
+        )
+        loss_B = np.log(totals_B) - np.log(target_value_B)
+        columns = np.stack([loss_B, 1 + above_B + ties_B / 2, ties_B], axis=1)
+        return torch.from_numpy(columns) * (target_B != NO_ITEM)[:, None]
+
+
+def _search(ascending: Any, values: Any) -> tuple[Any, Any]:
+    """Return the index of every value in an ascending array, and whether it is there."""
+    if not len(ascending):
+        return np.zeros(len(values), np.int64), np.zeros(len(values), bool)
+    index = np.searchsorted(ascending, values).clip(max=len(ascending) - 1)
+    return index, ascending[index] == values
+
+
+def _largest_in_rows(matrix: Any, num: int) -> Any:
+    """Return a sparse matrix with only the ``num`` largest entries per row, and entries equal to these."""
+    from scipy import sparse
+
+    matrix = matrix.tocsr()
+    kept = np.ones(matrix.nnz, bool)
+    for row in np.flatnonzero(np.diff(matrix.indptr) > num):
+        entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
+        values = matrix.data[entries]
+        kept[entries] = values >= np.partition(values, -num)[-num]
+    rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    pairs = rows[kept], matrix.indices[kept]
+    return sparse.csr_matrix((matrix.data[kept], pairs), shape=matrix.shape)
 
 
 def _transition_counts(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
