@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrec.data import Position, StreamReader
+from meshrec.data import Position, StreamReader, streaming
 
 from .streams import Numbered, covered, epoch, numbers
+
+
+@pytest.fixture(scope="module", params=[0, streaming.MAX_CACHED_VALUES], ids=["read", "cached"], autouse=True)
+def max_cached_values(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "MAX_CACHED_VALUES", request.param)
+        yield request.param
 
 
 def reader(sizes, **options):
@@ -71,6 +78,16 @@ def test_resuming_opens_only_what_is_left():
     source = Numbered([10] * 10)
     list(StreamReader(source, seed=0, window=5, lanes=1).batches(10, position=Position(0, 70)))
     assert len(source.opened) == 3
+
+
+def test_later_epochs_do_not_read_a_small_source_again(max_cached_values):
+    source = Numbered([10, 7])
+    batches = StreamReader(source, seed=0, window=5, lanes=4)
+    first = covered(epoch(batches, 4))
+    num_opened = len(source.opened)
+    assert covered(epoch(batches, 4)) == first
+    covered(epoch(batches, 4, position=Position(1, 0)))
+    assert (len(source.opened) == num_opened == 2) == (max_cached_values > 0)
 
 
 def test_all_ranks_have_as_many_batches_and_the_last_may_be_dropped():

@@ -71,6 +71,49 @@ class Source(ABC):
         """
 
 
+MAX_CACHED_VALUES = 1 << 21
+"""Maximum size of a source whose encoded rows stay in memory: rows times features, about 40 MB."""
+
+
+class CachedWindows(Source):
+    """Small source whose windows stay in memory, so that later epochs and evaluations need not encode them.
+
+    Args:
+        source: original source.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.keys, self.shape = source.keys, source.shape
+        # All windows of a block, by block number and window size. Set by the first read.
+        self._windows: dict[tuple[int, int], list[Samples]] = {}
+
+    @staticmethod
+    def fits(source: Source) -> bool:
+        """Return whether a source is small enough to stay in memory."""
+        num_features = source.shape.num_dense + source.shape.num_keys
+        return int(source.block_sizes.sum()) * num_features <= MAX_CACHED_VALUES
+
+    @property
+    def block_sizes(self) -> Ints:
+        return self._source.block_sizes
+
+    @property
+    def files(self) -> Sequence[RowsOfFile]:
+        return self._source.files
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Yield a block's windows from window ``first`` on, see `Source.windows`."""
+        windows = self._windows.get((block, size))
+        if windows is None:
+            # Assigned when complete: the prefetch thread may read the same block at the same time.
+            windows = self._windows[block, size] = list(self._source.windows(block, 0, size))
+        yield from windows[first:]
+
+    def column(self, block: int, name: str) -> Any:
+        return self._source.column(block, name)
+
+
 class StreamReader(Reader):
     """Reader that streams the samples of a `Source`, with bounded memory.
 
@@ -105,7 +148,7 @@ class StreamReader(Reader):
         check_seed(seed)
         if window < 1 or lanes < 1:
             raise ValueError(f"window and lanes must be >= 1, got window {window} and lanes {lanes}.")
-        self._source = source
+        self._source = CachedWindows(source) if CachedWindows.fits(source) else source
         self._seed, self._shuffle, self._window = seed, shuffle, window
         # Includes damaged rows, which are omitted only when batches are made, so positions do not depend on
         # damage.
