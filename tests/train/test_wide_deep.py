@@ -106,7 +106,7 @@ def test_later_weights_must_be_better_by_more_than_chance(small):
     (batch,) = trainer.dataset.validation.batches(400)
     positive = float(batch.labels.sum())
     low, high = auc_interval(first, positive, 400 - positive)
-    assert trainer.evaluator.early.best_auc == pytest.approx(first + 0.02 * (high - low))
+    assert trainer.evaluator.early.best_auc == pytest.approx(first + 0.08 * (high - low))
 
 
 def test_hashed_tables_are_left_out_of_the_fit(tmp_path):
