@@ -144,6 +144,10 @@ REPORTED = {
     "spam": _table("openintro", "email", lambda frame: frame["spam"], "spam", times="time"),
     "crashes": _table("DAAG", "nassCDS", _is("dead", "dead"), "caseid injSeverity dead"),
     "applications": _table("openintro", "labor_market_discrimination", lambda frame: frame["call"], "call"),
+    "taxi": _table("modeldata", "taxi", _is("tip", "yes"), "tip"),
+    "smokers": _table("AER", "SmokeBan", _is("smoker", "yes"), "smoker"),
+    "households": _table("Ecdat", "VietNamI", lambda frame: frame["insurance"], "insurance"),
+    "deaths": _table("survival", "flchain", lambda frame: frame["death"], "death futime chapter"),
 }
 
 
