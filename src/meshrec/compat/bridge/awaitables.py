@@ -86,7 +86,7 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Compute the value. Subclasses implement this method."""
+        pass
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:

@@ -38,7 +38,6 @@ class Batch(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Return a copy on another device."""
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
@@ -46,7 +45,6 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the work queued on ``stream`` has finished."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)

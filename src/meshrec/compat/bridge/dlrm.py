@@ -60,7 +60,6 @@ class SparseArch(core.SparseArch):
         self._sparse_feature_names = [name for config in configs for name in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return embeddings [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
@@ -111,7 +110,6 @@ class DLRM(core.DLRM):
 
     # Repeats MeshRec's forward with the bridge's input type: TorchScript cannot compile MeshRec's own type.
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Map dense [B, dense_in_features] and IDs to logits [B, over_arch_layer_sizes[-1]]."""
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
         sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)

@@ -169,12 +169,7 @@ class DLRMPredictFactory(PredictFactory):
         self.model_config = model_config
 
     def create_predict_module(self, world_size: int, device: str) -> nn.Module:  # type: ignore[override]
-        """Return the scripted model.
-
-        Args:
-            world_size: device count of the caller, not used: all tables go to a single device.
-            device: ``"cpu"`` or ``"cuda"``.
-        """
+        """Return the scripted model."""
         sizes = self.model_config
         keys = sizes.id_list_features_keys
         # `num_embeddings` replaces the sizes per feature, if given.
@@ -212,17 +207,13 @@ class DLRMPredictFactory(PredictFactory):
         return scripted
 
     def batching_metadata(self) -> dict[str, str]:  # type: ignore[override]
-        """Return ``"dense"`` or ``"sparse"`` by input name."""
         return {"float_features": "dense", "id_list_features": "sparse"}
 
     def result_metadata(self) -> str:
-        """Return the result type name."""
         return "dict_of_tensor"
 
     def run_weights_independent_tranformations(self, predict_module: nn.Module) -> nn.Module:
-        """Return the model unchanged."""
         return predict_module
 
     def run_weights_dependent_transformations(self, predict_module: nn.Module) -> nn.Module:
-        """Return the model unchanged."""
         return predict_module

@@ -212,7 +212,6 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
         super().__init__([_COUNTS], threshold_filtering_func)
 
     def scores(self, current_iter: int, statistics: dict[str, Tensor]) -> Tensor:
-        """Return the read count per ID."""
         return statistics["counts"]
 
 

@@ -17,7 +17,6 @@ class PositionWeightedModule(core.PositionWeightedModule):
     """Learned weight per position in a bag, for a single feature. Weights are initially 1."""
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """Return the same bags with position weights."""
         if isinstance(features, Proxy):
             return weighted_by_position(features, self.position_weight)
         bags = super().forward(features)
@@ -33,7 +32,6 @@ class PositionWeightedModuleCollection(core.PositionWeightedModuleCollection):
         return dict(self.position_weights.items())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the same bags with position weights. IDs of other keys get weight 1."""
         # While torch.fx traces, the features are a Proxy, and this call becomes a single node.
         if isinstance(features, Proxy):
             weights = self.position_weights_dict
@@ -61,7 +59,6 @@ class FeatureProcessorDictWrapper(core.FeatureProcessorsCollection):
         self._feature_processors = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the processed bags, in processor order."""
         names = list(self._feature_processors)
         return joined(names, [self._feature_processors[name](features[name]) for name in names])
 
@@ -79,7 +76,6 @@ class FeatureProcessedEmbeddingBagCollection(core.FeatureProcessedEmbeddingBagCo
         return processors, self._embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Process, look up and pool, as ``EmbeddingBagCollection.forward`` does."""
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             names = self._feature_names

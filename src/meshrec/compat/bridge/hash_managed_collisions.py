@@ -146,7 +146,6 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         self._is_inference = True
 
     def preprocess(self, features: Jagged) -> Jagged:
-        """Return the features unchanged."""
         return features
 
     def profile(self, features: Jagged) -> Jagged:
@@ -155,7 +154,6 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @torch.no_grad()
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Replace IDs by rows. In training, first assign rows to new IDs."""
         remapped = {}
         for name, bags in features.items():
             ids = bags.values().long()
@@ -179,7 +177,6 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return remapped
 
     def retained_mask(self, features: Jagged) -> Tensor | None:
-        """Return whether `remap` keeps each ID, bool [n]. None without ``disable_fallback``."""
         if not self._disable_fallback:
             return None
         return torch.cat([self._index.find(bags.values().long()) >= 0 for bags in features.values()])
@@ -258,16 +255,13 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return len(rows)
 
     def evict(self) -> Tensor | None:
-        """Return the indices of the rows from which IDs were evicted since the last call; None if none."""
         evicted, self._evicted = self._evicted, []
         return torch.cat(evicted).unique() if evicted else None
 
     def open_slots(self) -> Tensor:
-        """Return the number of free rows, int64 [1]."""
         return torch.tensor([self._zch_size - self._index.num_live])
 
     def validate_state(self) -> None:
-        """Rebuild the index from the loaded IDs."""
         slots = self._hash_zch_used.nonzero()[:, 0]
         # HashIndex.of needs ascending IDs.
         ids, order = self._hash_zch_identities[slots, 0].sort()

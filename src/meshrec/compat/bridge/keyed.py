@@ -48,7 +48,6 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         apply_torchrec_conventions(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state for all trainable parameters. Missing gradients become zeros."""
         super().init_state(sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
@@ -57,28 +56,19 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
 
     @property
     def updates_in_backward(self) -> bool:
-        """False: this optimizer only updates in ``step``."""
         return False
 
     def step(self, closure: Any = None) -> Any:
-        """Raise NotImplementedError: subclasses implement it."""
         raise NotImplementedError(
             f"{type(self).__name__} has no step. Write one, or use KeyedOptimizerWrapper."
         )
 
     def add_param_group(self, param_group: Any) -> None:
-        """Raise NotImplementedError: subclasses implement it."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot take another group. Name its parameters when it is made."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create the optimizer state by a step with zero gradients, and undo all other effects of the step.
-
-        Args:
-            names: parameters that need state.
-            sparse_names: parameters with sparse gradients.
-        """
         keyed.create_by_step(self, lambda: self.step(None), names, sparse_names)
 
 
@@ -86,7 +76,7 @@ class DummyKeyedOptimizer(KeyedOptimizer):
     """Optimizer with a no-op step, for testing wrappers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Do nothing. ``closure`` is not called."""
+        pass
 
 
 def _without_parameters(
@@ -170,13 +160,12 @@ class KeyedOptimizerWrapper(Forwarding, keyed.KeyedOptimizerWrapper):
         apply_torchrec_conventions(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state for all trainable parameters. Missing gradients become zeros."""
         # Not super(), which would forward to the torch optimizer.
         keyed.KeyedOptimizerWrapper.init_state(self, sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Do nothing. Subclasses override this hook, which is called after a state dict was loaded."""
+        pass
 
 
 class CombinedOptimizer(Forwarding, keyed.CombinedOptimizer):
@@ -242,7 +231,6 @@ class GradientClippingOptimizer(Forwarding, clipping.GradientClippingOptimizer):
         apply_torchrec_conventions(self)
 
     def step(self, closure: Any = None) -> Any:
-        """Clip the gradients, and step the wrapped optimizer."""
         # Meta gradients have no values to measure.
         if any(parameter.is_meta for parameter in self.params.values()):
             self._last_total_grad_norm = None

@@ -232,7 +232,6 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return {name: self.get_buffer(f"_mch_{name}") for name in names}
 
     def preprocess(self, features: Jagged) -> Jagged:
-        """Hash the IDs with ``input_hash_func``."""
         if self._input_hash_func is None:
             return features
         return {
@@ -242,10 +241,6 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
 
     @torch.no_grad()
     def profile(self, features: Jagged) -> Jagged:
-        """Record the IDs of the features in training, and return the features unchanged.
-
-        Every ``eviction_interval`` iterations, admit and evict IDs.
-        """
         if not self.training:
             return features
         if self._current_iter == -1:
@@ -305,17 +300,14 @@ class MCHManagedCollisionModule(FixedRows, ManagedCollisionModule):
         return slots, self._mch_sorted_raw_ids[slots] == ids
 
     def remap(self, features: Jagged, mutate_miss_lengths: bool = True) -> Jagged:
-        """Replace IDs by rows. IDs without a dedicated row get the last row."""
         last = self._offset + self._zch_size - 1
         return rows_of_ids(features, self._mch_sorted_raw_ids, self._mch_remapped_ids_mapping, last)
 
     def evict(self) -> Tensor | None:
-        """Return the rows evicted since the last call; None if there are none."""
         evicted, self._evicted = self._evicted, None
         return evicted
 
     def open_slots(self) -> Tensor:
-        """Return the number of free rows, int64 [1]."""
         return self._zch_size - 1 - torch.searchsorted(self._mch_sorted_raw_ids, torch.tensor([_EMPTY]))
 
     def validate_state(self) -> None:

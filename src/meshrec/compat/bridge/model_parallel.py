@@ -148,19 +148,16 @@ class DistributedModelParallel(core.DistributedModelParallel):
             self.init_data_parallel()
 
     def init_data_parallel(self) -> None:
-        """Make the dense part data-parallel. Repeated calls do nothing."""
         if not isinstance(self._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             self._wrapper.wrap(self, self._env, self._device)
 
     @property
     def plan(self) -> ShardingPlan:  # type: ignore[override]
-        """Placement and compute kernel per table."""
         shard = self._env.shard
         return from_core(self._plan, world_size=shard.size, local_size=self._env.local_size)
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """Optimizer for table updates in the backward pass."""
         return combined_optimizer(self.sharded_modules)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -330,13 +330,6 @@ class DefaultPlannerExecutor(PlannerExecutor):
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
-        """Plan the model in ``ctx.request``. Collective if a group is given.
-
-        Args:
-            sku: kind of machine, stored in the result.
-            ctx: session with the request. The topology, the reservation and the duration are added to it.
-            pg: process group in which all ranks get the same plan; None: plan on this rank.
-        """
         request = ctx.request
         # A function builds the model only now.
         model = request.model if isinstance(request.model, nn.Module) else request.model()
@@ -413,7 +406,6 @@ class DefaultPlanReporter(PlanReporter):
     """Reporter that builds nothing. ``print(plan.planned)`` shows a plan and its bound."""
 
     def build_stats(self, ctx: PlannerSessionContext, sku: str) -> Sequence[Any]:
-        """Return an empty list."""
         return []
 
 

@@ -101,10 +101,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         return table_groups(self)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """Look up and pool the bags of all features: values [B, sum of D].
-
-        Under torch.fx tracing, a separate lookup is recorded per feature.
-        """
+        """Look up and pool the bags of all features: values [B, sum of D]."""
         # Eager calls use MeshRec's lookup. torch.fx records the loop below.
         if not isinstance(features, Proxy):
             return embeddings.to_torchrec_keyed_tensor(super().forward(maybe_td_to_kjt(features)))
@@ -163,10 +160,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
-        """Look up a row per ID. Returns rows [n, D] by feature, in the bags of the input.
-
-        Under torch.fx tracing, a separate lookup is recorded per feature.
-        """
+        """Look up a row per ID. Returns rows [n, D] by feature, in the bags of the input."""
         if not isinstance(features, Proxy):
             features = maybe_td_to_kjt(features)
             return embeddings.to_torchrec_jagged_tensors(

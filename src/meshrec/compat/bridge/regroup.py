@@ -82,7 +82,6 @@ class KTRegroupAsDict(core.KTRegroupAsDict):
         super().__init__(groups, keys, emb_dtype)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """Return [B, sum of D] by group."""
         grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._keys)
         dtype = self._dtype
         if dtype is None:

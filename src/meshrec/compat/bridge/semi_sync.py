@@ -71,7 +71,6 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         self.defaults = {"_save_param_groups": False}
 
     def step(self, closure: Any = None) -> Any:
-        """Step the local optimizer, and the global one when due. Return the local optimizer's result."""
         self._local_step_counter += 1
         loss: Any = self._optimizer.step(closure)
         # The counter is saved, so resumed training steps globally at the same steps.
@@ -90,23 +89,19 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the state for all trainable parameters. Missing gradients become zeros."""
         KeyedOptimizer.init_state(self, sparse_grad_parameter_names)
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether either optimizer updates parameters in the backward pass."""
         return any(optimizer.updates_in_backward for optimizer in self._inner())
 
     def save_param_groups(self, save: bool) -> None:
-        """Set whether ``state_dict`` contains the groups from both optimizers."""
         super().save_param_groups(save)
         self.defaults["_save_param_groups"] = save
         for optimizer in self._inner():
             optimizer.save_param_groups(save)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create the state in both optimizers."""
         for optimizer in self._inner():
             optimizer.create_state(
                 [name for name in names if name in optimizer.params],
@@ -140,7 +135,6 @@ class SemisyncOptimizer(Forwarding, KeyedOptimizer):
         }
 
     def _match_groups(self, new_groups: Sequence[Mapping[str, Any]] | None) -> Any:
-        """Return the pairs of a loaded and a current param group, for both optimizers."""
         # Matched separately, because both optimizers may have groups with the same parameters.
         if new_groups is None:
             return []

@@ -170,11 +170,9 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer updates parameters in the backward pass."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Step the wrapped optimizer, then set the next learning rate."""
         loss = self._optimizer.step(closure)
         iteration, stage = self._position.tolist()
         iteration += 1
@@ -185,12 +183,10 @@ class WarmupOptimizer(Forwarding, KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
         self._optimizer.add_param_group(param_group)
         self._set_lr()
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Create the state in the wrapped optimizer."""
         self._optimizer.create_state(names, sparse_names)
 
     def _set_lr(self) -> None:

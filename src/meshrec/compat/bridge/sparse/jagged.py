@@ -114,14 +114,6 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Construct a JaggedTensor without checks.
-
-        Args:
-            values: concatenated bags [N, ...].
-            weights: weight per value [N, ...], or None.
-            lengths: values per bag [B], or None.
-            offsets: bag boundaries [B + 1], or None.
-        """
         jt = JaggedTensor.__new__(JaggedTensor)
         vars(jt).update(_values=values, _weights=weights, _lengths=lengths, _offsets=offsets)
         return jt
@@ -134,15 +126,6 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """Return a JaggedTensor without bags.
-
-        Args:
-            is_weighted: whether it has weights.
-            device: device.
-            values_dtype: dtype of the values (default: torch's default dtype).
-            weights_dtype: dtype of the weights (default: torch's default dtype).
-            lengths_dtype: dtype of lengths and offsets.
-        """
         return JaggedTensor(
             values=torch.empty(0, dtype=values_dtype, device=device),
             weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
@@ -181,13 +164,6 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Construct a JaggedTensor from a padded tensor.
-
-        Args:
-            values: padded values [B, T, ...].
-            lengths: entries to take per row [B].
-            weights: padded weights [B, T, ...], or None.
-        """
         counts = counting(values, lengths)
         return JaggedTensor(
             values=values[counts], weights=masked(weights, counts), lengths=lengths, offsets=None
@@ -195,7 +171,6 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """Construct a JaggedTensor from a tensor per bag."""
         lengths = torch.tensor([bag.size(0) for bag in values], dtype=torch.int32, device=values[0].device)
         return JaggedTensor(
             values=torch.cat(values),
@@ -205,12 +180,10 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
         )
 
     def to_dense(self) -> list[Tensor]:
-        """Return a view of the values per bag."""
         sizes: list[int] = self.lengths().tolist()
         return list(torch.split(self._values, sizes)) if len(sizes) > 0 else []
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return a view of the weights per bag; None without weights."""
         weights = self._weights
         if weights is None:
             return None
@@ -224,14 +197,12 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Return the weights as [B, T, ...]; None without weights."""
         weights = self._weights
         if weights is None:
             return None
         return padded(weights, self.lengths(), self.offsets(), desired_length, padding_value)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
-        """Return a copy on another device."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         return JaggedTensor(
             values=self._values.to(device, non_blocking=non_blocking),

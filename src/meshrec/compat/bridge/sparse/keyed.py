@@ -42,14 +42,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """Construct a KeyedTensor without checks.
-
-        Args:
-            keys: names of the slices.
-            length_per_key: size per slice along ``key_dim``.
-            values: concatenated slices.
-            key_dim: dimension of concatenation.
-        """
         # Without calling __init__, which checks sizes.
         kt = KeyedTensor.__new__(KeyedTensor)
         vars(kt).update(
@@ -66,14 +58,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Concatenate a list with a tensor per key into a KeyedTensor.
-
-        Args:
-            keys: tensor names.
-            tensors: tensors to concatenate.
-            key_dim: dimension to split when a key is read.
-            cat_dim: dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
-        """
         return KeyedTensor(
             keys=keys,
             length_per_key=[tensor.size(key_dim) for tensor in tensors],
@@ -82,27 +66,21 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         )
 
     def keys(self) -> list[str]:
-        """Return the slice names in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """Return the concatenated slices."""
         return self._values
 
     def key_dim(self) -> int:
-        """Return the dimension along which slices are concatenated."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Return the values' device."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the slice sizes along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the slice boundaries along ``key_dim``."""
         given = self._offset_per_key
         if given is not None:
             return given
@@ -120,7 +98,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         return positions
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a key's slice as a view."""
         index = self._key_indices()[key]
         if not torch.jit.is_scripting():
             # A separate condition: TorchScript skips a branch only if is_scripting() is all of the condition.
@@ -129,7 +106,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return all slices by key, as views."""
         pieces = torch.split(self._values, self._length_per_key, dim=self._key_dim)
         result: dict[str, Tensor] = {}
         for i, key in enumerate(self._keys):
@@ -138,20 +114,12 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """Return a tensor per group: the concatenated slices of the group's keys. Differentiable."""
         return regrouped(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Return the tensors from ``regroup`` by group name.
-
-        Args:
-            keyed_tensors: inputs.
-            groups: keys per group.
-            keys: group names.
-        """
         assert len(groups) == len(keys), "each group needs a key"
         tensors = regrouped(keyed_tensors, groups)
         result: dict[str, Tensor] = {}
@@ -160,7 +128,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         return result
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
-        """Return a copy on another device."""
         return KeyedTensor(
             keys=self._keys,
             length_per_key=self._length_per_key,
@@ -171,7 +138,6 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
         )
 
     def size_in_bytes(self) -> int:
-        """Return the values' size in bytes."""
         return self._values.numel() * self._values.element_size()
 
     @torch.jit.unused

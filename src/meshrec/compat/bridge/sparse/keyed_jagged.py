@@ -105,15 +105,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """Return a KeyedJaggedTensor without keys.
-
-        Args:
-            is_weighted: whether it has weights.
-            device: device.
-            values_dtype: dtype of the values (default: torch's default dtype).
-            weights_dtype: dtype of the weights (default: torch's default dtype).
-            lengths_dtype: dtype of the lengths.
-        """
         values = torch.empty(0, dtype=values_dtype, device=device)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
@@ -133,19 +124,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         length_per_key: list[int] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Construct a KeyedJaggedTensor without checks.
-
-        Args:
-            keys: feature names.
-            values: values [N, ...], key-major.
-            weights: weight per value, or None.
-            lengths: bag lengths, key-major, or None.
-            offsets: bag boundaries, or None.
-            stride: bags per key.
-            strides: ``stride_per_key_per_rank``, if keys differ in batch size.
-            length_per_key: value count per key, if known on the host.
-            inverse_indices: keys and bag index per key and sample [K, B].
-        """
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         if isinstance(strides, list):
             strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
@@ -209,17 +187,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Construct a KeyedJaggedTensor from offsets, and read all host-side counts at once; see ``sync``.
-
-        Args:
-            keys: feature names.
-            values: values [N, ...], key-major.
-            offsets: bag boundaries, key-major.
-            weights: weight per value.
-            stride: bags per key.
-            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
-            inverse_indices: keys and bag index per key and sample [K, B].
-        """
         return KeyedJaggedTensor._build(
             keys, values, weights, None, offsets, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
@@ -234,17 +201,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Construct a KeyedJaggedTensor from lengths, and read all host-side counts at once; see ``sync``.
-
-        Args:
-            keys: feature names.
-            values: values [N, ...], key-major.
-            lengths: bag lengths, key-major.
-            weights: weight per value.
-            stride: bags per key.
-            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
-            inverse_indices: keys and bag index per key and sample [K, B].
-        """
         return KeyedJaggedTensor._build(
             keys, values, weights, lengths, None, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
@@ -288,7 +244,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
 
     @staticmethod
     def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Concatenate KeyedJaggedTensors with different keys."""
         return concatenated(kjt_list)
 
     @staticmethod
@@ -347,26 +302,18 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         return self
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Read the value count per key from the device, and return this object.
-
-        ``split``, ``to_dict`` and ``kjt[key]`` need these counts. After this call, they do not synchronize
-        with the device.
-        """
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Discard the counts that ``sync`` has read, and return this object."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Return this object; lengths are always flat."""
         return self
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Return groups of adjacent keys, as views. ``segments`` holds the number of keys per group."""
         groups: list[KeyedJaggedTensor] = []
         starts, bags, counts = self.offset_per_key(), self.lengths_offset_per_key(), self.length_per_key()
         weights, strides = self._weights, self._stride_per_key_per_rank
@@ -401,7 +348,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         return groups
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """Reorder the keys. Keys may be omitted or repeated."""
         # `length_per_key` reads from the device once. The result carries the counts on, without another read.
         counts, strides = self.length_per_key(), self._stride_per_key_per_rank
         values, weights, lengths = permuted_segments(
@@ -428,13 +374,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
-        """Return a copy on another device.
-
-        Args:
-            device: target device.
-            non_blocking: whether copies may be asynchronous.
-            dtype: dtype for the weights; None: unchanged.
-        """
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse_indices
         if inverse is not None:
