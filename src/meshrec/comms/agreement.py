@@ -70,7 +70,6 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
     Args:
         error: this rank's error, or None.
         axis: ranks which call this function.
-        name: name of the operation, for errors in the exchange itself.
 
     Raises:
         Exception: the error itself if ``axis`` has a single rank, otherwise the result of `combined_error`.
@@ -94,7 +93,6 @@ def gather_errors(
     Args:
         error: this rank's error, or None.
         axis: ranks which call this function.
-        name: name of the operation, for errors in the exchange itself.
         kinds: exception types to keep. Errors of other types become RuntimeError.
     """
     # Exceptions with other types may not survive pickling, or may have a class other ranks cannot import.

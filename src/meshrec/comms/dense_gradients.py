@@ -51,8 +51,6 @@ class DenseGradients:
     Args:
         link: host link through which ranks on the same host read each other's gradients; None: no link.
         axis: ranks over which to average.
-        adds_in_order: as the attribute.
-        dtype: as the attribute.
         peers: sends gradients in point-to-point messages. None: the link or a collective sends them.
 
     Attributes:
@@ -237,10 +235,6 @@ def average_gradients(
 
     Register it with ``DistributedDataParallel.register_comm_hook``. The hook sends a bucket once its
     gradients are ready. It averages all buckets after the last bucket, so no rank waits for a peer earlier.
-
-    Args:
-        state: state for the model.
-        bucket: gradients of some parameters.
     """
     # The first bucket of a backward pass.
     if bucket.index() == 0:

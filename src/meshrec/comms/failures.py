@@ -92,7 +92,6 @@ def sendable(error: Exception, kinds: Sequence[type[Exception]] = KINDS) -> Exce
     """Return a copy of an error which other ranks can unpickle.
 
     Args:
-        error: the error.
         kinds: exception types to keep. An error of another type becomes a RuntimeError, whose message names
             the type.
     """
@@ -112,8 +111,6 @@ def combined_error(
     message, the result has this message, without ranks.
 
     Args:
-        errors: errors of the failed ranks, by rank.
-        size: number of ranks.
         kinds: allowed types, subclasses before base classes.
     """
     shared = [kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())]
@@ -156,7 +153,6 @@ def announce(error: Exception, *, is_lost: bool = False) -> None:
     """Announce an error to the other ranks, through the store of the default process group.
 
     Args:
-        error: error to announce.
         is_lost: whether another rank has failed alone with this error, so the group must reject collectives.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -176,9 +172,6 @@ def count_start(group: dist.ProcessGroup) -> None:
     If this rank has announced an error, call `check_group` first. The collectives in every training step
     contain this code inline, to save the call.
 
-    Args:
-        group: ranks in the collective.
-
     Raises:
         CollectiveError: a rank in the group has failed alone.
     """
@@ -194,9 +187,6 @@ def check_group(group: dist.ProcessGroup) -> None:
     errors must have the same position, which is the number of collectives before the error. If such an error
     is missing after ``_SAME_ERROR_SECONDS``, or a rank reports that a rank has failed alone, the group
     rejects this and all further collectives.
-
-    Args:
-        group: ranks in the collective.
 
     Raises:
         CollectiveError: a rank has failed alone, so the group rejects collectives.
@@ -235,11 +225,7 @@ def lone_failure(group: dist.ProcessGroup | None) -> Exception | None:
 
 
 class Listener:
-    """Checks, while this rank waits for a collective, whether another rank has announced an error.
-
-    Args:
-        ranks: global ranks in the collective.
-    """
+    """Checks, while this rank waits for a collective, whether another rank has announced an error."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks

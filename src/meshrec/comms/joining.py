@@ -46,7 +46,6 @@ def form_group(backend: str, timeout: timedelta) -> None:
     """Create the default process group from the environment variables which the launcher has set.
 
     Args:
-        backend: ``gloo`` or ``nccl``.
         timeout: maximum wait for other ranks, in this call and in collectives.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -118,7 +117,6 @@ def host_store(host: str, port: int) -> TCPStore:
     """Host a store which listens on a single address of this machine, for elastic launchers.
 
     Args:
-        host: host name or address of this machine.
         port: port; 0 for a free port.
 
     Raises:

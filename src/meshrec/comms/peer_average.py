@@ -46,7 +46,6 @@ class PeerAverage:
     Args:
         axis: ranks over which to average, with a gloo group.
         hosts: host identifier of every rank.
-        name: name of the collective, for errors and ``measure_traffic``.
 
     Attributes:
         terms_tag, means_tag, passed_on_tag: message tags; see [Note: messages of an average].
@@ -94,7 +93,6 @@ class PeerAverage:
 
         Args:
             tensor: tensor to send; an empty tensor is not sent.
-            ranks: receiving ranks, as positions in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:
@@ -111,7 +109,6 @@ class PeerAverage:
 
         Args:
             tensor: tensor to fill; for an empty tensor, nothing is received.
-            rank: sending rank, as a position in the group.
             tag: message tag; see [Note: messages of an average].
 
         Returns:

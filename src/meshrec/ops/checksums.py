@@ -43,7 +43,6 @@ def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) ->
     The compiled kernel runs without the GIL.
 
     Args:
-        descriptor: file descriptor, open for reading.
         offset: position of the first byte.
         length: number of bytes.
         before: CRC-32 of the bytes that precede the range; 0: none.

@@ -24,11 +24,8 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
     Args:
         ids: int64 [N].
         seed: any int64.
-        low: smallest possible value.
         step: distance between adjacent possible values. It must be an fp32 number, so that the product with
             a 24-bit random integer is exact in fp64.
-        c0: first column to compute.
-        c1: end column, exclusive.
     """
     # Hash the ID to 64 bits once, then hash the column with these bits in 32-bit arithmetic, which is faster.
     bits_N = mix(ids, seed)
@@ -51,9 +48,7 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
     Args:
         ids: int64 [N].
         seed: any int64.
-        low: smallest possible value.
         high: upper bound, exclusive.
-        columns: first and end column. A rank with a column shard computes only its columns.
     """
     # Spacing is computed here, so that kernels and this version round it in the same way.
     rows: Tensor = operators.first_rows(ids, seed, low, value_spacing(low, high), *columns)
@@ -70,7 +65,6 @@ def write_uniform_rows(
         slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
         seed: any int64.
-        low: smallest possible value.
         high: upper bound, exclusive.
         column: whole-table column at which ``rows`` starts.
     """
@@ -85,7 +79,6 @@ def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, 
         slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
         seed: any int64.
-        low: smallest possible value.
         step: distance between adjacent possible values, exact in fp32.
         c0: whole-table column at which ``rows`` starts.
     """

@@ -44,8 +44,6 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     256 bytes then touches three pairs instead of two, and random row reads take 20 % longer.
 
     Args:
-        shape: tensor shape.
-        dtype: element type.
         device: target device, or None for the default device.
     """
     # An empty probe tensor resolves the default device, and shows whether a mode such as FakeTensorMode
@@ -71,8 +69,6 @@ def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     The call reserves only address space, which may exceed the physical memory.
 
     Args:
-        shape: tensor shape.
-        dtype: element type.
         device: target device, or None for the default device.
     """
     # As in empty_pages: resolves the default device, and detects modes that replace tensors.
@@ -95,7 +91,6 @@ def populate_pages(address: int, num_bytes: int) -> bool:
 
     Args:
         address: start, at a page boundary.
-        num_bytes: size, a multiple of the page size.
 
     Returns:
         Whether the pages were allocated. This needs Linux 5.14 or later, and free memory.

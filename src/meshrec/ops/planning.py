@@ -108,9 +108,7 @@ def anneal(
     out before ``max_work`` is reached. Without compiled kernels, the plan is returned unchanged.
 
     Args:
-        problem: the constant part of the problem.
         assignment: initial plan, which must fit into ``memory_cap``.
-        num_ranks: number of ranks.
         node_size: ranks per node.
         memory_cap: bytes per rank.
         max_work: limit for ``Annealed.work``, the number of times the load of a rank is computed.
@@ -120,7 +118,6 @@ def anneal(
             table again. The other moves shift a single shard or exchange two.
         exponent: initial exponent of the norm that smooths the maximum over ranks, a power of two up to 64.
             It doubles while the temperature falls, up to 16 times the initial value and at most 256.
-        seed: random seed.
 
     Returns:
         The best plan seen.

@@ -72,11 +72,7 @@ class PagePrefaulter:
         self._num_rows, self._pages_owed = 0, 0.0
 
     def grow(self, num_rows: int) -> None:
-        """Populate pages for future rows. Call it after the table has grown.
-
-        Args:
-            num_rows: present row count.
-        """
+        """Populate pages for future rows. Call it after the table has grown."""
         new, self._num_rows = num_rows - self._num_rows, num_rows
         if new <= 0:
             return

@@ -28,7 +28,6 @@ def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], befo
     """Raise ValueError if a tensor was written to in place since ``versions_of`` returned ``before``.
 
     Args:
-        names: name of each tensor, for the message.
         tensors: the tensors that were passed to ``versions_of``.
         before: the counts that ``versions_of`` returned.
 

@@ -38,10 +38,6 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
 
     Each list is sorted by step time, fastest first.
 
-    Args:
-        plan: plan with the planner inputs (tables, machine, constraints), as the planner returns it.
-        most_tables: number of tables to consider, largest first.
-
     Raises:
         ValueError: the plan has no inputs.
     """

@@ -17,7 +17,6 @@ class Annealer:
     """Simulated annealing of plans for one problem, in the compiled loop ``ops.planning.anneal``.
 
     Args:
-        problem: planning problem.
         admitted_Y: indices of the allowed candidates, per table type. A candidate is a way to split a table;
             a type is a set of identical tables.
     """
@@ -50,9 +49,7 @@ class Annealer:
             max_work: work limit, as counted by the compiled loop.
             seconds: time limit.
             start_temperature: initial temperature, as a fraction of a rank's mean load.
-            seed: random seed.
             placement_share: maximum fraction of the work for moves which place a whole table again.
-            exponent: initial exponent q in the norm over ranks, see ``state.py``.
 
         Returns:
             Placement per table in a plan that is at least as fast, and the work spent.

@@ -41,7 +41,6 @@ class LowerBound:
     raise the bound.
 
     Args:
-        problem: planning problem.
         allowed_C: whether plans may use a candidate.
         deadline: ``time.perf_counter`` time after which no cutting planes are added.
 

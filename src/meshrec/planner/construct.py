@@ -54,7 +54,6 @@ def round_choice(problem: Problem, num_tables_C: Floats) -> Ints:
     until every table has a candidate.
 
     Args:
-        problem: planning problem.
         num_tables_C: tables per candidate in the relaxation.
 
     Returns:
@@ -90,7 +89,6 @@ def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) 
     If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
     Args:
-        problem: planning problem.
         num_tables_C: tables per candidate in the relaxation, fractional.
         candidates_Y: candidate indices to use per type.
 
@@ -113,7 +111,6 @@ def assign_table(state: State, table: int, candidates: Ints) -> bool:
     Args:
         state: plan under construction. The table is added in place, unless no candidate fits.
         table: table index.
-        candidates: candidate indices to try.
 
     Returns:
         Whether the table was placed.
@@ -132,7 +129,6 @@ def fitting_plan(
     """Search for a plan that fits into memory, regardless of speed.
 
     Args:
-        problem: planning problem.
         allowed_C: whether a candidate is allowed; None: all are.
         seconds: time limit for annealing.
 
@@ -152,7 +148,6 @@ def most_even_plan(
     are improved by simulated annealing, the most even plan first.
 
     Args:
-        problem: planning problem.
         allowed_C: whether a candidate is allowed; None: all are.
         seconds: time limit for annealing.
 

@@ -62,7 +62,6 @@ class Rounding:
     n max(F(least), mean - rest).
 
     Args:
-        problem: planning problem.
         scale: unit for all loads, in seconds.
     """
 
@@ -207,7 +206,6 @@ class LargestPieces:
     """Generator of cutting planes ("cuts"): a phase takes at least as long as the largest piece in use.
 
     Args:
-        problem: planning problem.
         scale: unit for all loads, in seconds.
     """
 
@@ -227,7 +225,6 @@ class LargestPieces:
 
         Args:
             num_tables_C: tables that use each candidate at the optimum; may be fractional.
-            slowest_K: load of the slowest rank in each phase at the optimum (``T_phase`` in `Cut`).
             lower_K: lower limit on ``T_phase``. A cut is valid for plans whose ``T_phase`` is at least this.
             admitted_C: mask of the candidates that plans may use.
         """

@@ -55,16 +55,13 @@ class DataSize:
     """Size of data and model, from which `predict` computes memory and time.
 
     Args:
-        rows: rows of the log, or of the table.
         users: users in a log; None: the data is a table.
         items: items in a log; None: the data is a table.
         values: distinct values in the integer columns of a table that have vocabularies.
-        text_values: distinct values in its text columns.
         table_rows: rows of all embedding tables; None: one per item, or per value.
         row_bytes: bytes of an embedding row with its optimizer state.
         in_histories: whether a log is sorted into a folder, not in memory.
         samples: training samples per epoch; None: one per row.
-        epochs: passes over the training data.
         evaluated_users: users with whom a log is evaluated, in each evaluation; None: all.
         samples_per_second: training speed of one rank; None: unknown.
     """
@@ -118,10 +115,6 @@ def predict(size: DataSize, ranks: int) -> list[Prediction]:
 
     Sharded tables are divided among ranks, as are reading, training and evaluation. Logs in memory and
     vocabularies are on every rank.
-
-    Args:
-        size: size of data and model.
-        ranks: rank count.
     """
     parts = [_process(size, ranks)]
     if size.users is not None and size.items is not None:
@@ -181,7 +174,6 @@ def with_counts(size: DataSize, counts: Mapping[str, Any]) -> DataSize:
 
     Args:
         size: size of data that was counted.
-        counts: values by field name.
     """
     if size.samples is not None and "rows" in counts and "samples" not in counts:
         size = replace(size, samples=round(size.samples * counts["rows"] / size.rows))

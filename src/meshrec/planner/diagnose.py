@@ -30,10 +30,7 @@ def diagnose(
     sharding, fp16 weights, or more ranks.
 
     Args:
-        tables: tables to plan.
-        topology: machine to plan for.
         batch_size: samples per rank.
-        constraints: constraints by table name.
     """
     # Without replication, every rank holds the smallest part of the tables.
     free = replace(topology, replicate=(1,))

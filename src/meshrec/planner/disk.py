@@ -134,12 +134,7 @@ class _ZipfLaw:
 
 
 def exponent_of(num_rows: int, sample: IdSample) -> float:
-    """Return the Zipf exponent (0 to 4) under which the expected distinct ID count equals the sample's.
-
-    Args:
-        num_rows: row count in the table.
-        sample: statistics on looked-up IDs.
-    """
+    """Return the Zipf exponent (0 to 4) under which the expected distinct ID count equals the sample's."""
     # The distinct count falls as the exponent grows, so bisect. 50 halvings reach the precision of a float.
     low, high = 0.0, 4.0
     for _ in range(50):
@@ -155,8 +150,6 @@ def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> floa
     """Predict the fraction of a batch's distinct rows found in a cache.
 
     Args:
-        num_rows: row count in the table.
-        cached: row count in the cache.
         sample: statistics on looked-up IDs, from which the skew is estimated.
         draws: ID count per batch.
     """

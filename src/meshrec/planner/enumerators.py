@@ -54,9 +54,6 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     Layouts which can never be the best are left out.
 
     Args:
-        table: table to split.
-        constraints: the user's constraints on this table.
-        num_ranks: ranks in the shard group.
         node_size: ranks per node.
 
     Returns:
@@ -201,10 +198,6 @@ class _Pieces(NamedTuple):
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
     """Return the planning problem: candidates (ways to split a table) for all tables, and costs per piece.
-
-    Args:
-        model: cost model with the tables and the machine.
-        constraints: constraints by table name.
 
     Raises:
         ValueError: a table's constraints leave no candidate.

@@ -87,11 +87,9 @@ class CostModel:
     """Model of what rectangles of the tables cost the ranks that hold them, in seconds and bytes.
 
     Args:
-        tables: tables to plan.
         topology: the machine. The `world_size` ranks form `replicas` shard groups, which all follow the same
             plan.
         batch_size: samples per rank, for tables that do not set their own.
-        replicas: ``replicate`` axis size. Each replica group holds all tables.
     """
 
     def __init__(

@@ -218,7 +218,6 @@ def whole_row_placements(
     these sizes, and rounded.
 
     Args:
-        problem: planning problem, for the layouts of candidates.
         placements_T: placement per table.
         tables: tables, in the same order as `placements_T`.
     """
@@ -289,10 +288,7 @@ def to_plan(
     """Convert rectangles to a sharding plan.
 
     Args:
-        placements: rectangles for all tables.
-        tables: tables, by the indices in `placements`.
         types_T: sharding type per table.
-        device: device type for all shards, ``cpu`` or ``cuda``.
 
     Returns:
         Plan per embedding module, by module path.
@@ -328,10 +324,6 @@ def from_plan(
     plan: ShardingPlan | Mapping[str, EmbeddingModuleShardingPlan], tables: Sequence[Table]
 ) -> Placements:
     """Convert a sharding plan to `Placements`, which have a rectangle (rows x columns) per table shard.
-
-    Args:
-        plan: sharding plan.
-        tables: the plan's tables. Positions in this list are the table indices in the result.
 
     Raises:
         ValueError: the plan lacks a table.

@@ -45,7 +45,6 @@ class ProgramRows:
         """Add a constraint row.
 
         Args:
-            columns: indices of the variables in this constraint.
             values: coefficient per entry of `columns`.
             lower: lower limit on the weighted sum.
             upper: upper limit on the weighted sum.
@@ -102,7 +101,6 @@ class Solver:
 
     Args:
         cost: cost per variable.
-        rows: constraint rows.
 
     Attributes:
         work: work in all solves, estimated from rows, columns and simplex iterations; see `Effort`.

@@ -145,13 +145,7 @@ def table_of_config(
 
     Args:
         config: the table's config in the embedding module, such as an ``EmbeddingBagConfig``.
-        constraints: constraints and lookup statistics of this table.
-        pooled: whether lookups pool the rows in a bag.
-        weighted: whether IDs have per-sample weights.
         weight_bytes: bytes per weight.
-        optimizer: fused optimizer.
-        module_path: embedding module path.
-        wire: wire formats for embeddings and gradients.
 
     Raises:
         ValueError: the constraints have another number of features than the config.

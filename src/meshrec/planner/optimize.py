@@ -58,10 +58,7 @@ def optimize(
     parts, even or uneven splits, under the constraints.
 
     Args:
-        tables: tables to plan.
-        topology: machine to plan for.
         batch_size: samples per rank.
-        constraints: constraints by table name.
         effort: search limits, for every ``replicate`` axis size.
 
     Returns:

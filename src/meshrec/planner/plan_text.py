@@ -24,7 +24,6 @@ def render(report: PlanReport, *, console: Console | None = None) -> None:
     bounds how much faster the best plan could be.
 
     Args:
-        report: plan report.
         console: target console; None: standard output.
     """
     (console or _console()).print(_report(report))
@@ -36,7 +35,6 @@ def render_what_if(
     """Print a table of plans for several world sizes, with a line per world size.
 
     Args:
-        plans: result of `plan_report.what_if`: world size, and the plan or an error message.
         console: target console; None: standard output.
     """
     table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")

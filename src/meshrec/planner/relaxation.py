@@ -62,7 +62,6 @@ class Relaxation:
     Branch and bound solves it repeatedly, with different limits on the load in every phase (a `Box`).
 
     Args:
-        problem: planning problem.
         scale: all loads are divided by this number of seconds.
         deadline: ``time.perf_counter`` time after which no cuts are added.
     """
@@ -100,7 +99,6 @@ class Relaxation:
         Args:
             lower_K: lower limits on T.
             upper_K: upper limits on T.
-            admitted_C: whether a candidate is allowed.
             cutoff: maximum step time, in units of the scale.
             rounds: maximum number of times that cuts are added.
 

@@ -78,7 +78,6 @@ class Search:
     """Plan search in a set of allowed candidates: constructs and anneals plans, and keeps the best.
 
     Args:
-        problem: planning problem.
         allowed_C: whether plans may use a candidate.
         deadline: ``time.perf_counter`` time at which annealing ends.
 
@@ -103,7 +102,6 @@ class Search:
         """Construct a plan by rounding the relaxation's optimum in a box, and keep it if it is the best.
 
         Args:
-            box: the relaxation's optimum.
             admitted_C: mask of the candidates (ways to split a table) which the plan and its annealing may
                 use.
 
@@ -151,8 +149,6 @@ class Search:
         """Anneal a start, and keep the resulting plan if it is the best so far.
 
         Args:
-            start: plan to anneal.
-            settings: annealing settings.
             max_work: work limit, see `Effort`.
 
         Returns:

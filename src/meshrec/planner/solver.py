@@ -87,8 +87,6 @@ def solve(
     """Search for the fastest plan over all collective sets, and bound the step time from below.
 
     Args:
-        problem: planning problem.
-        collective_sets: collective sets to try.
         effort: search limits.
         cutoff: step time in seconds for a known plan. The search ends once no plan can be faster.
 

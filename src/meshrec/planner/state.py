@@ -44,7 +44,6 @@ class State:
     """Tables placed so far, and the resulting load and memory on every rank.
 
     Args:
-        problem: planning problem.
         target_K: rough estimate for the slowest rank's final load per phase, in seconds. It makes the smooth
             objective weigh phases sensibly while most tables are not placed yet.
 
@@ -139,7 +138,6 @@ class State:
         Args:
             table: table index.
             candidate: candidate index, which determines the split.
-            weight_K: result of `weights`.
 
         Returns:
             The placement and the plan's objective with it, or None if memory or free ranks do not suffice.

@@ -75,8 +75,6 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
     """Return the links in a shard group, and how much of an all-to-all they carry.
 
     Args:
-        topology: the machine.
-        num_ranks: ranks in the shard group.
         node_size: ranks of the shard group per node.
         rows_across: whether nodes exchange distinct rows instead of pooled sums, which adds an exchange
             within the node.
@@ -106,7 +104,6 @@ def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floa
 
     Args:
         num_rows_N: table rows from which the IDs of a list are drawn.
-        num_ids_N: distinct IDs in the list, evenly spread over these rows.
     """
     rows, ids = np.asarray(num_rows_N, np.float64), np.asarray(num_ids_N, np.float64)
     group = np.clip(ids, 1.0, GROUP)

@@ -81,10 +81,8 @@ def choose_wires(
 
     Args:
         tables: tables; their present wire formats are ignored.
-        topology: machine to plan for.
         batch_size: samples per rank.
         bound: accuracy limits.
-        replicas: ``replicate`` axis size.
 
     Returns:
         Copies of the tables with the selected formats.
@@ -128,7 +126,6 @@ def bytes_across_nodes(
     distinct ID as embedding and again as gradient.
 
     Args:
-        tables: all tables in the model.
         topology: machine with several nodes; its own ``across_nodes`` is ignored.
         batch_size: samples per rank.
         packed_ids: whether the run packs sorted IDs, as its log says (``distributed/id_exchange.py``). They

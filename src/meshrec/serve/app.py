@@ -48,8 +48,6 @@ class Routes:
     """HTTP handlers for all requests except scoring: health, models, metrics and API pages.
 
     Args:
-        repository: models of this process.
-        metrics: server metrics.
         change_all: function which loads or unloads a model in every worker process.
         refusal: function which returns why the server refuses scoring requests now, or None if it accepts
             them.
@@ -202,8 +200,6 @@ class Guard:
     While the server stops, answers tell clients to close their connections.
 
     Args:
-        scoring: handler for scoring requests.
-        app: handler for all other requests.
         token: bearer token that clients must send, except for health checks; None: no token is needed.
 
     Attributes:

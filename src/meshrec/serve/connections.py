@@ -230,10 +230,6 @@ class Connections:
 class Connection(HttpToolsProtocol):
     """asyncio protocol for a client connection: uvicorn's HTTP/1.1 protocol with limits.
 
-    Args:
-        registry: all connections to the process.
-        given: keyword arguments of uvicorn's ``HttpToolsProtocol``.
-
     Attributes:
         owner: the client: `client_key` of the peer's address. Set when the connection is made.
         held: bytes of bodies that were received and are not answered yet.

@@ -73,7 +73,6 @@ class Deltas:
             package's weight names to the names in training. ``left_out`` lists the missing weights.
         weights: package weights by name; changed in place.
         until: number of the last delta to apply; None: all, including future ones.
-        codes: how the package is quantized.
         hashed: for hashed tables, by weight name, the parameters in the manifest; see `HashedWeights`.
     """
 
@@ -150,7 +149,6 @@ class Deltas:
         delta's number in `freshness`. Batches computed between two calls see a partly applied delta.
 
         Args:
-            record: description of the delta, from `next`.
             delta: changed weights, from `next`.
         """
         nothing = torch.empty(0, dtype=torch.int64)

@@ -99,8 +99,6 @@ class Metrics:
 
         Args:
             model: model name; empty if the request names no known model.
-            outcome: "ok", or the kind of refusal.
-            seconds: duration of the request.
         """
         self._count(model, outcome).inc()
         if outcome == "ok":

@@ -80,12 +80,8 @@ class ServedModel:
     """A loaded version of a model: predictor, request queue, and the deltas which change the weights.
 
     Args:
-        name: model name.
-        predictor: predictor of the package.
         limits: batch and queue limits.
-        metrics: server metrics.
         deltas: reader of the delta folder; None: the weights stay as exported.
-        keep_histories: see `ServerOptions`.
 
     Attributes:
         signature: the model's inputs and outputs.
@@ -224,12 +220,8 @@ class Repository:
     """All models of a server process by name, each served in a single version.
 
     Args:
-        folders: package folders by model name.
         limits: batch and queue limits of every model.
-        metrics: server metrics.
-        opening: options for opening packages.
         trial: child process in which every package is loaded first.
-        deltas: folders with deltas to follow, by model name.
         changes: by model name, the last change which clients made before this worker started. `load_all`
             repeats it. Models without a change are loaded with all deltas.
     """
@@ -292,7 +284,6 @@ class Repository:
         """Return a model which can answer requests.
 
         Args:
-            name: model name.
             version: version that a client requires; None: any.
 
         Raises:
@@ -346,7 +337,6 @@ class Repository:
         The old version answers requests until the new version is ready. If the load fails, it stays.
 
         Args:
-            name: model name.
             until: number of the last delta to apply; None: all, including future ones.
 
         Raises:
@@ -417,7 +407,6 @@ class Repository:
         child process first). Models that a client loads or unloads meanwhile are skipped.
 
         Args:
-            failed: result of `load_all`.
             stop: event which ends the retries.
         """
         for pause in _RETRY_PAUSES:

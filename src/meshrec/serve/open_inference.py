@@ -107,13 +107,7 @@ def _datatype(kind: str) -> str:
 
 
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """Return the answer to ``GET /v2/models/NAME``, with raw inputs if the model accepts them.
-
-    Args:
-        name: model name.
-        version: model version.
-        signature: model signature.
-    """
+    """Return the answer to ``GET /v2/models/NAME``, with raw inputs if the model accepts them."""
     inputs = (raw_inputs_of(signature) or inputs_of(signature)).items()
     shape = [-1] if signature.outputs == SCORES else [-1, -1]
     return {
@@ -129,9 +123,7 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     """Parse and check the body of a ``POST .../infer`` request.
 
     Args:
-        body: JSON, optionally followed by binary tensors.
         header_length: value of the header `HEADER_LENGTH`; None: the whole body is JSON.
-        signature: the model's inputs and outputs.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.

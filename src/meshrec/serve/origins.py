@@ -17,7 +17,6 @@ def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) 
 
     Args:
         headers: request headers with lower-case names.
-        server_names: host names of this server, in addition to ``localhost`` and all IP addresses.
 
     Raises:
         RequestError: the header Host or Origin names another server, or the header Sec-Fetch-Site, which

@@ -23,7 +23,6 @@ class ParentLink:
     """Connection of a worker to the other workers, through the parent process.
 
     Args:
-        pipe: pipe to the parent.
         loaded: memory shared by all workers, with a byte per worker. The byte is 1 once the worker has loaded
             all models.
         index: index of this worker.
@@ -62,8 +61,6 @@ class ParentLink:
         """Load or unload a model in every worker.
 
         Args:
-            action: ``load`` or ``unload``.
-            model: model name.
             delta: number of the last delta to apply when loading; None: all.
 
         Raises:
@@ -81,7 +78,6 @@ class ParentLink:
         """Start to handle messages from the parent: changes to apply, and answers to `change_all`.
 
         Args:
-            loop: event loop of the worker.
             change: function which applies a change in this worker.
         """
 

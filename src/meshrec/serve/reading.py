@@ -120,7 +120,6 @@ def read(reading: Body, signature: Signature) -> InferRequest:
 
     Args:
         reading: body, and the protocol that it follows.
-        signature: the model's inputs and outputs.
 
     Raises:
         RequestError: the body violates the protocol, or does not match the model.

@@ -67,9 +67,6 @@ class ItemVectors:
     """Item vectors of a package, with which its items are ranked.
 
     The vectors are computed once per version of the weights.
-
-    Args:
-        predictor: predictor of the package.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -89,7 +86,6 @@ class ItemVectors:
             queries: query vectors, float32 [B, V].
             request: request for which the query vectors were computed.
             options: number of items, and whether seen items may be recommended.
-            version: version of the weights.
         """
         items, features = self._predictor.items, self._predictor.features
         assert items is not None

@@ -104,11 +104,7 @@ class InferRequest(NamedTuple):
 
 
 class RequestSplitter:
-    """Splitter of a request which has too many samples for a batch.
-
-    Args:
-        request: the whole request.
-    """
+    """Splitter of a request which has too many samples for a batch."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -155,7 +151,6 @@ def check_request(
     If the model cannot take a shared input once for all samples, the input is repeated for every sample.
 
     Args:
-        signature: the model's inputs and outputs.
         dense: dense values, float32 [B, D]; None is allowed for a model without dense columns.
         values: IDs by feature, int64 [N], sample by sample.
         lengths: ID count per sample by feature, int64 [B].
@@ -218,7 +213,6 @@ def encoded_request(
 
     Args:
         per_sample: values by column, one per sample.
-        shared: values by column, a single value for all samples.
         signature: inputs and outputs for a model which accepts raw values.
 
     Raises:
@@ -350,11 +344,6 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
 
 def as_array(data: Any, dtype: "np.dtype[Any]", label: str) -> NDArray[Any]:
     """Convert JSON numbers, or nested lists of them, to an array.
-
-    Args:
-        data: number, or nested list with numbers.
-        dtype: dtype of the array.
-        label: name of the data in errors.
 
     Raises:
         RequestError: a value is not a number, or does not fit ``dtype``.

@@ -58,10 +58,6 @@ def read_samples(body: bytes, signature: Signature) -> Request:
     data column instead. Null is a missing value, and columns in `RawValues.optional` may be omitted. In
     ``{"shared": {...}, "samples": [...]}``, all samples share the values in the first object.
 
-    Args:
-        body: request body.
-        signature: the model's inputs and outputs.
-
     Raises:
         RequestError: the body has another form, or a value is invalid. The message names the sample and the
             feature.

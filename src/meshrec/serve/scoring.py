@@ -55,7 +55,6 @@ class ScoringEndpoint:
     Args:
         service: service that scores parsed requests.
         max_body: maximum body size in bytes.
-        reader: parser for bodies.
     """
 
     def __init__(self, service: ScoringService, max_body: int, reader: BodyReader) -> None:
@@ -178,7 +177,6 @@ async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
 
     Args:
         headers: request headers with lower-case names.
-        receive: ASGI receive function.
         limit: maximum size in bytes.
 
     Raises:

@@ -31,8 +31,6 @@ class Server:
     """HTTP server which answers requests in this process.
 
     Args:
-        models: package folders by model name.
-        options: server options.
         listener: result of `listen`; closed at the end.
         parent_link: connection to the other workers; None if this is the only process.
         changes: by model name, the last change which clients made before this worker started. The worker
@@ -145,8 +143,6 @@ class Server:
         """Load or unload a model in this process.
 
         Args:
-            action: ``load`` or ``unload``.
-            model: model name.
             delta: number of the last delta to apply when loading; None: all.
 
         Raises:

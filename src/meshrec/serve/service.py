@@ -84,7 +84,6 @@ class ScoringService:
     A request which cannot be answered in time is refused before the body is read.
 
     Args:
-        repository: models of this process.
         metrics: metrics in which requests are counted by outcome.
         waiting: memory limit for waiting requests.
     """

@@ -21,9 +21,6 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
     All forward passes of a batch must run within the block. If the block raises, the running statistics stay
     unchanged.
-
-    Args:
-        modules: batch norm modules from `batch_norms`.
     """
     # Creating the sums sets the modules' momentum to 0, so the forward passes do not change the statistics.
     sums = [_Sums(module) for module in modules]

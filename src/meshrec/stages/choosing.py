@@ -203,7 +203,6 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
     Args:
         cut: result of `best_cut` for the same arguments.
         costs: seconds per split (microbatch) for every unit.
-        num_stages: stage count.
         num_splits: splits per batch.
     """
     # All cuts were visited, so no cut is faster.

@@ -93,9 +93,6 @@ def layouts(
     Args:
         model: model that is called as ``model(dense, sparse)``. Its tables may be on the ``meta`` device.
         dense: dense features of the global batch, [B, ...].
-        sparse: sparse features of the global batch, with B samples.
-        world_size: rank count.
-        link: bandwidths and latency between ranks.
 
     Raises:
         ValueError: the batch has fewer samples than ranks, or the model cannot be traced.

@@ -73,7 +73,6 @@ class RankExchange(Exchange):
     next batch.
 
     Args:
-        group: process group of the lane. The group rank is the stage number.
         names: names of all values that stages may exchange; the same on all ranks.
     """
 
@@ -223,10 +222,6 @@ def messages_of(flow: StageFlow, action: str, k: int, *, generator: str | None) 
     """Return the messages that a stage sends and receives in an action of the schedule.
 
     Args:
-        flow: values this stage exchanges with other stages.
-        action: action from `rank_step.schedule`. "tables" sends the table lookups for all splits
-            (microbatches), and "collect" receives the gradients for the lookups. "forward" and "backward"
-            exchange the values or gradients for a split. For other actions, the result has no meaning.
         k: split index; for "tables" and "collect", the number of splits.
         generator: name under which the state of the random generator is sent; None if it is not sent.
 

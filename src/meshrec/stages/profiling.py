@@ -51,10 +51,7 @@ def measure_and_choose(
     are looked up but not updated.
 
     Args:
-        traced: traced model.
         batch_values: batch values read by units, by value name.
-        batch: samples in the batch.
-        num_stages: stage count.
         staging: the stages if the user has set the cuts; None to choose them.
         split_size: samples per split if the user has set them, or "auto" to choose.
         num_threads: torch threads per stage.
@@ -124,10 +121,8 @@ def measure_units(
     measurement at the same time, because stages also share memory bandwidth in training.
 
     Args:
-        traced: traced model.
         programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
-        batch: samples in the batch.
         num_splits: splits per batch.
         num_workers: number of threads that measure at the same time.
 
@@ -161,9 +156,6 @@ def measure_stages(
     All stages run at the same time during the measurement, as in training.
 
     Args:
-        staging: programs of all stages.
-        batch_values: batch values read by stages, by value name.
-        batch: samples in the batch.
         num_splits: splits per batch.
 
     Returns:

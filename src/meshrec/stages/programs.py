@@ -74,11 +74,6 @@ class Staging(NamedTuple):
 class StageFlow:
     """Values that a stage receives from other stages, and values that it sends to them.
 
-    Args:
-        staging: all stages of the model.
-        index: this stage's number.
-        carried: values the last stage receives only because the model returns them.
-
     Attributes:
         stage: this stage's programs.
         last: last stage number.
@@ -120,7 +115,6 @@ def stages_at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
     A submodule with several units starts the stage at the first of them.
 
     Args:
-        traced: traced model.
         cuts: submodule names, in execution order; one fewer than there are stages.
 
     Raises:
@@ -160,7 +154,6 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
     The list is empty if some stage starts inside a submodule, because no names express such a cut.
 
     Args:
-        traced: traced model.
         stage_of: stage number for every unit.
     """
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
@@ -176,7 +169,6 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
     """Return all stages with their executable programs.
 
     Args:
-        traced: traced model.
         stage_of: stage number for every unit. A unit must not read a value from a later stage.
 
     Raises:
@@ -216,9 +208,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
     that other nodes read or that the model returns.
 
     Args:
-        traced: traced model.
         nodes: nodes of the program, in execution order.
-        final: nodes whose values the model returns.
     """
     members = set(nodes)
     graph = fx.Graph()

@@ -26,9 +26,7 @@ class Lane:
     All methods are collective over one of the groups.
 
     Args:
-        stages: ranks in this lane. The group rank is the stage number.
         lane_peers: ranks that run this stage in all lanes; None if there is a single lane.
-        all_ranks: ranks in all lanes.
     """
 
     def __init__(
@@ -79,12 +77,9 @@ class SplitLosses:
     """Model outputs and losses of all splits (microbatches) of a batch. The last stage adds them.
 
     Args:
-        output: output node in the model's graph.
-        inputs: the batch, whole and split.
         targets: target of every split; empty if the batch has no target.
         criterion: function from (model output, target) to the mean loss over the samples in a split. None if
             the model returns the loss.
-        train: whether to compute gradients.
 
     Attributes:
         gradients: loss gradients with respect to the values the model returns, by split index and then by
@@ -207,11 +202,6 @@ class RankStep:
 
     Args:
         flow: which values this stage exchanges with other stages.
-        exchange: sends and receives these values.
-        lane: this rank's process groups.
-        run: executes the forward and backward passes of this stage.
-        losses: collects outputs and losses on the last stage.
-        train: whether there is a backward pass.
         draws_random: whether the model draws random values. The state of a random generator then travels
             from stage to stage with every split (microbatch).
     """
@@ -297,10 +287,7 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
          ("agree", 1), ("backward", 2), ("collect", 3)]
 
     Args:
-        index: number of the stage.
-        num_stages: stage count.
         num_splits: splits per batch.
-        train: whether there is a backward pass.
 
     Returns:
         Pairs (action, k):

@@ -54,7 +54,6 @@ class Mode(NamedTuple):
         Worker threads do not inherit this state and must set it themselves.
 
         Args:
-            grad: whether there will be a backward pass.
             seed: seed of the batch for random operations; None if the model has none.
         """
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -83,9 +82,6 @@ class StageRun:
 
     Args:
         flow: which values this stage exchanges with other stages.
-        call: runs the stage's programs.
-        values: gets the values the stage reads, and sends the values it computes.
-        mode: settings for the batch.
         timeline: records the start and the end of every pass.
 
     Attributes:

@@ -17,9 +17,6 @@ def num_samples(value: Any) -> int | None:
     """Return the sample count in ``value``, from the first tensor in it; None if it contains no tensor.
 
     A dense tensor has samples along dimension 0. Tensors without dimensions are skipped.
-
-    Args:
-        value: tensor, jagged tensor, or nested container with tensors.
     """
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
@@ -36,10 +33,6 @@ def num_samples(value: Any) -> int | None:
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the sample count in a batch, given as a model's arguments.
 
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-
     Raises:
         ValueError: the arguments contain no tensor with samples.
     """
@@ -53,7 +46,6 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
     """Return the sample count in every split (microbatch). For example, ``split_sizes(10, 4)`` is [4, 4, 2].
 
     Args:
-        batch: samples in the batch.
         split_size: samples per split; the last split may be smaller.
 
     Raises:
@@ -75,9 +67,7 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     item. Values without samples, such as Python scalars and 0-d tensors, are repeated in every split.
 
     Args:
-        value: tensor, jagged tensor, or nested container for the whole batch.
         sizes: samples in every split.
-        where: name for the value in error messages.
 
     Raises:
         ValueError: a tensor has another number of samples than ``sizes`` in total.

@@ -300,8 +300,6 @@ def extract_values(
 
     Args:
         input_program: program which extracts the values; see `Traced`.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
 
     Raises:
         ValueError: the model does not accept these arguments.

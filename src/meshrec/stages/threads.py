@@ -48,7 +48,6 @@ class Workers:
         """Run a job for every stage, and wait until all jobs have ended. Raise the first error, if any.
 
         Args:
-            jobs: function to run, by stage number.
             failed: called when a job fails. It must end the other jobs, because they may wait for values
                 which the failed job does not send.
             here: if True, run the jobs one after another in the calling thread.
@@ -105,11 +104,9 @@ class ThreadExchange(Exchange):
     Every message has a future, which the sender fills and on which the receiver waits.
 
     Args:
-        workers: owner of the copy threads.
         devices: device of every stage.
         link: copies tensors to the receiving stage's device, in a copy thread. If None, the receiving
             stage gets the sender's tensors without a copy.
-        timeline: records copies.
     """
 
     def __init__(
@@ -214,10 +211,7 @@ class ThreadedBatch:
     """Run of a batch through all stages, forward and then backward. Create an object for every batch.
 
     Args:
-        staging: all stages of the model.
         workers: threads which run the stages.
-        inputs: the batch, whole and split.
-        mode: settings for the batch: gradients, random seed and autocast.
         devices: device of every stage.
         link: copies values between devices. If None, stages share tensors.
 
@@ -279,7 +273,6 @@ class ThreadedBatch:
         computed it, and no further.
 
         Args:
-            name: value name.
             k: split index.
         """
         by_stage = [run.values.results for run in self.runs]

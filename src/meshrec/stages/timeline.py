@@ -83,7 +83,6 @@ def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
     """Return an SVG image of the events, with a row per stage.
 
     Args:
-        events: events of a batch.
         names: names for the stages; by default their numbers.
     """
     # An empty image, because the scale below needs at least one event.

@@ -48,7 +48,6 @@ class Exchange(ABC):
 
         Args:
             message: which value, and between which stages.
-            value: the value, or `Gradients` for it.
         """
 
     @abstractmethod
@@ -85,8 +84,6 @@ class StageValues:
 
     Args:
         flow: which values this stage exchanges with other stages.
-        inputs: the batch, whole and split.
-        exchange: transport to other stages.
 
     Attributes:
         inputs: see above.
@@ -122,9 +119,7 @@ class StageValues:
         If the model returns the value, also store it in ``results``.
 
         Args:
-            name: value name.
             k: split index.
-            value: the value for the split.
         """
         if name in self._returned:
             self.results[name, k] = value
@@ -148,7 +143,6 @@ class StageValues:
         Gradients for batch values and for this stage's table lookups are stored instead.
 
         Args:
-            name: value name.
             k: split index.
             gradients: gradient for every leaf of the value.
         """
@@ -169,7 +163,6 @@ class StageValues:
 
         Args:
             k: split index.
-            result_gradients: loss gradients for the values returned by the model, by value name.
 
         Returns:
             Gradients by value name, summed over ``result_gradients`` and all stages which read the value.

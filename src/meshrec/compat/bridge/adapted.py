@@ -13,7 +13,6 @@ class Adapted(Generic[T]):
     subclassing also refer to ``target``.
 
     Args:
-        target: MeshRec class.
         construct: function with the signature of TorchRec's class, which returns a ``target``.
     """
 

@@ -386,9 +386,6 @@ def to_torchrec_jagged_tensors(
 
     Args:
         looked_up: rows [N, D] by result key, in table order.
-        features: input.
-        configs: table configs.
-        need_indices: whether outputs have the IDs in ``weights``.
         dtype: dtype of the rows; None: unchanged.
     """
     ids = features.to_dict()

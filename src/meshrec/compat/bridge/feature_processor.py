@@ -96,7 +96,6 @@ def weighted_bags(
 
     Args:
         features: bags by feature. Changed in place.
-        names: features to weight.
         weights: position weights per name, [maximum bag length].
     """
     for i in range(len(names)):
@@ -110,8 +109,6 @@ def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[T
     Returns the input unchanged if it has none of these keys.
 
     Args:
-        features: input bags.
-        names: keys to weight.
         weights: position weights per name, [maximum bag length].
     """
     indices: list[int] = []

@@ -101,8 +101,6 @@ def keys_weighted_by_position(
     Values of keys without position weights get weight 1.
 
     Args:
-        features: input bags.
-        names: keys with position weights.
         weights: position weights per name, [maximum bag length].
     """
     weight_of: dict[str, Tensor] = {}

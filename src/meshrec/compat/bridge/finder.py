@@ -94,8 +94,6 @@ class Bridge(MetaPathFinder, Loader):
         """Return the spec of a bridged module, or None for modules outside the bridged packages.
 
         Args:
-            fullname: dotted module name.
-            path: search path of the parent package.
             target: ignored.
 
         Raises:

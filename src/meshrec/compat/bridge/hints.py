@@ -21,7 +21,6 @@ def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, An
 
     Args:
         owner: name of the class that takes the options.
-        options: options from the program.
         defaults: TorchRec's option names and default values.
 
     Raises:

@@ -470,10 +470,8 @@ def rows_of_ids(
     """Return bags by feature, in which row indices replace the IDs.
 
     Args:
-        features: bags of IDs by feature.
         sorted_ids: IDs with a dedicated row, ascending [Z].
         rows: row per sorted ID [Z].
-        last_row: row for all other IDs.
     """
     remapped: dict[str, JaggedTensor] = {}
     for name, bag in features.items():
@@ -497,7 +495,6 @@ def bags_by_table(
         features: bags in any feature order.
         feature_names: features in table order.
         counts: features per table.
-        tables: table names.
     """
     bags: list[dict[str, JaggedTensor]] = []
     for table, part in zip(tables, in_order(features, feature_names).split(counts)):  # noqa: B905
@@ -514,7 +511,6 @@ def joined_tables(
     """Combine the remapped bags of all tables into a KeyedJaggedTensor.
 
     Args:
-        features: original bags. The result has their weights.
         feature_names: features in table order.
         remapped: for every table, the result of ``remap``.
     """

@@ -145,8 +145,6 @@ def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> S
     """Convert MeshRec's plan to TorchRec's form.
 
     Args:
-        plan: MeshRec's plan.
-        world_size: number of ranks.
         local_size: ranks per node.
     """
     return ShardingPlan(
@@ -166,8 +164,6 @@ def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_si
     """Convert a table placement to TorchRec's form.
 
     Args:
-        placed: MeshRec's placement.
-        world_size: number of ranks.
         local_size: ranks per node.
     """
     # TorchRec lists all ranks for a data-parallel table, and no shards.

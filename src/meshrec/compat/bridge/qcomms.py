@@ -195,8 +195,6 @@ def precision_of(
 
     Args:
         registry: codecs by collective; None: fp32.
-        plan: plan of the module.
-        pooled: whether the module pools. Tables split by rows then use the reduce-scatter codecs.
 
     Raises:
         ValueError: a format does not support the direction.

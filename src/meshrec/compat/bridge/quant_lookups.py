@@ -26,9 +26,7 @@ def bag_rows(
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
         bits: bits per code.
-        dim: width D.
         pooling: 0: sum, 1: mean.
-        dtype: result dtype.
     """
     return _forward(weight, values, offsets, sample_weights, bits, dim, pooling, offsets.numel() - 1, dtype)
 
@@ -43,8 +41,6 @@ def id_rows(
         values: IDs [N].
         offsets: bag boundaries [B + 1].
         bits: bits per code.
-        dim: width D.
-        dtype: result dtype.
     """
     return _forward(weight, values, offsets, None, bits, dim, 2, values.numel() * dim, dtype).view(-1, dim)
 
@@ -139,9 +135,7 @@ def rows_within(
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
         bits: bits per code.
-        dim: shard columns.
         pooling: 0: sum, 1: mean, 2: a row per ID, with zeros for IDs in other shards.
-        dtype: result dtype.
 
     Returns:
         Pooled rows [B, dim], or a row per ID [N, dim], on the device of the IDs.

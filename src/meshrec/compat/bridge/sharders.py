@@ -61,8 +61,6 @@ class TorchRecSharder:
         """Return the sharded module. Collective.
 
         Args:
-            module: collection.
-            params: module plan of TorchRec or MeshRec.
             env: ranks or devices (default: all ranks).
             device: device (default: the process group's).
             module_fqn: ignored.

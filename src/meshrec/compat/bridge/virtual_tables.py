@@ -127,8 +127,6 @@ def hashed_config(policy: object, num_embeddings: int, name: str) -> Hashed:
 
     Args:
         policy: eviction policy; None: rows are never evicted.
-        num_embeddings: size of the virtual ID space.
-        name: table name, for messages.
 
     Returns:
         Configuration whose ``max_rows`` is the policy's ``training_id_eviction_trigger_count``, or

@@ -35,8 +35,6 @@ def jagged_attention(
 
     Args:
         query_MHQ: queries for the last tokens in every sample. Earlier tokens have only keys and values.
-        key_NHQ: keys for all tokens.
-        value_NHV: values for all tokens.
         offsets_B1: first token index per sample, followed by N; int64.
         query_offsets_B1: first query index per sample, followed by M; int64.
         options: num_targets_B, position_P, time_T, timestamps_N, max_length, scale, softmax, causal, window,
@@ -73,17 +71,6 @@ def jagged_attention_grad(
     """Return the gradients for queries, keys, values, position bias and time bias.
 
     The gradient of a bias that was not given is empty.
-
-    Args:
-        grad_MHV: gradient for the output.
-        out_MHV: output of the forward pass.
-        log_sums_MH: log-sum-exp from the forward pass.
-        query_MHQ: see ``jagged_attention``.
-        key_NHQ: see ``jagged_attention``.
-        value_NHV: see ``jagged_attention``.
-        offsets_B1: see ``jagged_attention``.
-        query_offsets_B1: see ``jagged_attention``.
-        options: see ``jagged_attention``.
     """
     settings = _Options(*options)
     biases = (settings.position_P, settings.time_T)
@@ -193,8 +180,6 @@ def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, o
     Args:
         row: query positions in the sample, int64, broadcast against ``column``.
         column: key positions in the sample, int64.
-        length: number of tokens in the sample.
-        num_targets: number of targets at the end of the sample.
         options: mask settings.
     """
     seen = column <= row if options.causal else column < length

@@ -55,7 +55,6 @@ def jagged_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -
         query: [M, H, Q].
         key: [N, H, Q].
         value: [N, H, V].
-        options: see ``naive.jagged_attention``.
     """
     from meshrec.ops.attention import triton_kernels as kernels
 
@@ -85,7 +84,6 @@ def jagged_attention_grad(
         query: [M, H, Q].
         key: [N, H, Q].
         value: [N, H, V].
-        options: see ``naive.jagged_attention``.
     """
     from meshrec.ops.attention import triton_kernels as kernels
 

@@ -123,21 +123,10 @@ def bias_gradients(
     overlaps with the lower half of the next tile, which would overwrite the sums.
 
     Args:
-        tokens: `AttentionTokens`.
-        samples: `AttentionSamples`.
-        biases: `AttentionBiases`.
-        results: `BackwardInputs`.
         parts: output, initially 0. A program's part is [num_buckets] for the time bias, and
             [2, 2 max_length - 1] for the position bias.
-        first_sample: first sample in this launch.
         SOFTMAX: softmax instead of SiLU weights.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
-        PRECISION: tl.dot precision.
         BLOCK: tokens per block.
-        QUERY_WIDTH: query width, padded to a power of two.
-        VALUE_WIDTH: value width, padded to a power of two.
         BUCKETS: number of time buckets, padded to a power of two; 0: position bias.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks

@@ -98,12 +98,7 @@ def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
     """Load queries for a head, [BLOCK, WIDTH].
 
     Args:
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first query in the sample.
-        positions: query positions within the sample.
         inside: mask for valid positions.
-        WIDTH: padded query width.
     """
     rows = tokens.query + head * tokens.query_head
     return _load(rows, first, positions, tokens.query_stride, tokens.query_width, inside, WIDTH)
@@ -114,13 +109,7 @@ def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr
     """Load output gradients for a head, [BLOCK, WIDTH].
 
     Args:
-        grad: output gradient.
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first query in the sample.
-        positions: query positions within the sample.
         inside: mask for valid positions.
-        WIDTH: padded value width.
     """
     width = tokens.value_width
     return _load(grad + head * width, first, positions, tokens.num_heads * width, width, inside, WIDTH)
@@ -131,12 +120,7 @@ def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
     """Load keys for a head, [BLOCK, WIDTH].
 
     Args:
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first token in the sample.
-        positions: token positions within the sample.
         inside: mask for valid positions.
-        WIDTH: padded query width.
     """
     rows = tokens.key + head * tokens.key_head
     return _load(rows, first, positions, tokens.key_stride, tokens.query_width, inside, WIDTH)
@@ -147,12 +131,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
     """Load values for a head, [BLOCK, WIDTH].
 
     Args:
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first token in the sample.
-        positions: token positions within the sample.
         inside: mask for valid positions.
-        WIDTH: padded value width.
     """
     rows = tokens.value + head * tokens.value_head
     return _load(rows, first, positions, tokens.value_stride, tokens.value_width, inside, WIDTH)
@@ -178,9 +157,6 @@ def query_times(biases, first, row, is_row, history):
     use their own timestamps. Without a time bias, the result is meaningless and not used.
 
     Args:
-        biases: `AttentionBiases`.
-        first: first token in the sample.
-        row: query positions within the sample.
         is_row: mask for valid rows.
         history: sample length without targets.
     """
@@ -227,17 +203,9 @@ def tile_bias_and_mask(
     does not exist.
 
     Args:
-        biases: `AttentionBiases`.
-        first: first token in the sample.
-        length: sample length.
         history: sample length without targets.
-        row: query positions within the sample.
         is_row: mask for valid rows.
         times: query timestamps.
-        column: key positions within the sample.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
     """
     # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
@@ -267,13 +235,10 @@ def weights_and_score_grads(
     """Return the attention weights and the gradients of the scores for a tile, both [BLOCK, BLOCK].
 
     Args:
-        score: scores, queries by keys.
-        weight_grad: gradients of the attention weights.
         allowed: attention mask.
         results: `BackwardInputs`; read for softmax only.
         position: index per query in the [M, H] tensors, for this head, [BLOCK].
         is_row: mask for valid rows.
-        max_length: divisor for SiLU weights.
         SOFTMAX: softmax instead of SiLU weights.
     """
     if SOFTMAX:
@@ -313,13 +278,7 @@ def key_blocks(
     - Number of blocks in all ranges.
 
     Args:
-        start: first query position within the sample.
-        end: end position.
-        length: sample length.
         history: sample length without targets.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
         BLOCK: tokens per block.
     """
     # Key positions [low, high) that the mask allows for these queries, apart from targets.
@@ -393,8 +352,6 @@ def nth_block(n, first_range, second, num_before, third):
         n: how many blocks have been visited before.
         first_range: end of the first range, which starts at 0.
         second: start of the second range.
-        num_before: number of blocks in the first two ranges together.
-        third: start of the third range.
     """
     return tl.where(
         n < first_range, n, tl.where(n < num_before, second + n - first_range, third + n - num_before)
@@ -426,19 +383,10 @@ def attend(
     rises. SiLU weights need no maxima, and the sum is divided by the maximum length at the end.
 
     Args:
-        tokens: `AttentionTokens`.
-        samples: `AttentionSamples`.
-        biases: `AttentionBiases`.
         out: output [M, H, V].
         log_sums: output [M, H] for softmax.
         SOFTMAX: softmax instead of SiLU weights.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
-        PRECISION: tl.dot precision.
         BLOCK: tokens per block.
-        QUERY_WIDTH: query width, padded to a power of two.
-        VALUE_WIDTH: value width, padded to a power of two.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads
@@ -509,19 +457,7 @@ def query_gradients(
     """Write the query gradients for a query block.
 
     Args:
-        tokens: `AttentionTokens`.
-        samples: `AttentionSamples`.
-        biases: `AttentionBiases`.
-        results: `BackwardInputs`.
         query_grad: output [M, H, Q].
-        SOFTMAX: see `attend`.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
-        PRECISION: see `attend`.
-        BLOCK: see `attend`.
-        QUERY_WIDTH: see `attend`.
-        VALUE_WIDTH: see `attend`.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads
@@ -584,20 +520,8 @@ def key_gradients(
     """Write the key and value gradients for a key block.
 
     Args:
-        tokens: `AttentionTokens`.
-        samples: `AttentionSamples`.
-        biases: `AttentionBiases`.
-        results: `BackwardInputs`.
         key_grad: output [N, H, Q].
         value_grad: output [N, H, V].
-        SOFTMAX: see `attend`.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
-        PRECISION: see `attend`.
-        BLOCK: see `attend`.
-        QUERY_WIDTH: see `attend`.
-        VALUE_WIDTH: see `attend`.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads

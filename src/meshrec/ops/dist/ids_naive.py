@@ -27,7 +27,6 @@ def distinct_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int64 [N], in [0, ``num_rows``).
-        num_rows: number of possible IDs.
     """
     marks = ids.new_zeros(num_rows, dtype=torch.int32)
     marks[ids] = 1

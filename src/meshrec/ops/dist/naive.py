@@ -218,8 +218,6 @@ def unpack_ids(
         received: all messages, end to end, int32.
         header: header per message, int64 [R, 4].
         blocks: source rank per result block, in order.
-        num_routes: number of routes to this rank.
-        weighted: whether messages contain weights.
         wide: whether IDs are int64.
 
     Returns:

@@ -196,12 +196,7 @@ def unpack_ids(
     """Unpack the messages from all ranks into a batch on a GPU, as ``naive.unpack_ids`` does.
 
     Args:
-        received: see ``naive.unpack_ids``.
         header: int64 [R, 4], on the CPU.
-        blocks: see ``naive.unpack_ids``.
-        num_routes: see ``naive.unpack_ids``.
-        weighted: see ``naive.unpack_ids``.
-        wide: see ``naive.unpack_ids``.
     """
     from meshrec.ops.dist import triton_kernels
 

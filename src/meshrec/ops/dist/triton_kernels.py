@@ -69,12 +69,9 @@ def count_ids(
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
-        num_ids: N.
         lengths: output: IDs per slot, int32.
         num_bad: output: IDs outside the table, per use, int64.
         is_bad: output flag, int32 [1].
-        WEIGHTED: whether there are weights.
-        CHECK: whether to set ``is_bad``.
         BLOCK: bags per program.
     """
     # A program handles a route and a range of bags.
@@ -126,8 +123,6 @@ def write_header(
         is_bad: input flag, int32 [1].
         header: output, int64 [R, 4].
         counts: output: IDs per route, int64.
-        num_routes: Q.
-        num_ranks: R.
         words_per_id: int32 words per ID, including a weight.
         BLOCK: lanes per program.
     """
@@ -177,12 +172,9 @@ def write_messages(
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
-        num_ids: N.
-        num_slots: S.
         capacity: maximum number of IDs in ``words``.
         words: output: all messages, int32.
         words_per_id: int32 words per ID, including a weight.
-        WEIGHTED: whether there are weights.
         WIDE: whether IDs are int64.
         BLOCK: bags per program.
     """
@@ -251,9 +243,7 @@ def unpack_messages(
             first bag and first ID in the result.
         received: all messages, end to end, int32.
         lengths: output, int32.
-        values: output IDs.
         weights: output, fp32.
-        WEIGHTED: whether there are weights.
         WIDE: whether IDs are int64.
         BLOCK: elements per program.
     """
@@ -320,11 +310,7 @@ def gather_columns(
         offsets: first ID index per bag, followed by N; read if MEANS.
         first_bags: first bag per use, read if MEANS.
         out: output, fp32 [B, out_dim].
-        batch: B.
         num_sources: rank count; also the source number for ``local``.
-        local_dim: columns in ``local``.
-        out_dim: output columns.
-        MEANS: whether any part is divided by bag lengths.
         ROWS: rows per program.
         BLOCK: columns per program.
     """
@@ -389,14 +375,9 @@ def scatter_columns(
         grad: fp32 [B, out_dim].
         offsets: first ID index per bag, followed by N; read if MEANS.
         first_bags: first bag per use, read if MEANS.
-        scale: factor for the gradient.
         sent: output for the ranks, flat.
         local: output for tables on this rank, fp32 [B, local_dim].
-        batch: B.
         num_sources: rank count; also the source number for ``local``.
-        local_dim: columns in ``local``.
-        out_dim: gradient columns.
-        MEANS: whether any piece is divided by bag lengths.
         ROWS: rows per program.
         BLOCK: columns per program.
     """
@@ -447,12 +428,8 @@ def copy_sequences(
         starts: ID count before every slot, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
-        num_ids: N.
         source: message if GATHER, else gradient rows in ID order.
         target: output. Rows in ID order if GATHER, else the message.
-        scale: factor for the gradient. Not used with GATHER.
-        GATHER: whether to copy from the message. Otherwise the kernel copies to the message.
-        BLOCK: width, padded to a power of two.
     """
     # A program handles a bag in a lookup.
     lookup = lookups + tl.program_id(1) * 6
@@ -498,7 +475,6 @@ def sum_weight_grads(
         starts: ID count before every slot, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
-        num_ids: N.
         received: a value per ID that was sent, fp32.
         out: output, fp32 [N], zeros.
         BLOCK: bags per program.

@@ -98,7 +98,6 @@ class UseBags(NamedTuple):
             offsets: first ID index per bag, followed by the number of IDs, [bags + 1].
             segments: first bag index per key, followed by the bag count, int64 [K + 1]. None: all
                 keys have the same number of bags.
-            num_keys: K, the number of keys.
             keys: key per use, [U].
         """
         bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)

@@ -166,7 +166,6 @@ def wire_encode(
         table_columns: whole-table start column, per column; [C].
         first_keys: first row key per block; [B]. Row i has the key ``first_keys[block] + i``.
         keys: row key per row, int64, instead of ``first_keys``; or None.
-        step: see ``seeds``.
 
     Returns:
         - The message, uint8, 1-D.
@@ -308,7 +307,6 @@ def encode_column(values_ND: Tensor, format: int, noise: Noise | None) -> Tensor
 
     Args:
         values_ND: fp32 [N, D].
-        format: wire format.
         noise: seeds for stochastic rounding, or None.
 
     Returns:
@@ -409,8 +407,6 @@ def decode_column(coded: Tensor, format: int, dim: int) -> Tensor:
 
     Args:
         coded: uint8 [N, bytes].
-        format: wire format.
-        dim: D.
     """
     kind = format & ~STOCHASTIC
     if kind in _CASTS:

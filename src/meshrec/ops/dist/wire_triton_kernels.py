@@ -92,16 +92,11 @@ def encode_rows(
         report: output, int64 [2]: number of rows with non-finite values, and position of the first such row.
         keys: row key per row, int64, or None.
         first_element: position in ``values`` at which the column starts.
-        row_elements: elements between rows.
         first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
         dim: values per row.
-        start: ``wire_naive.noise_start`` for seed and step.
         first_key: key of row 0, without ``keys``.
         origin: whole-table column at which the column starts.
-        FORMAT: wire format.
-        STOCHASTIC: whether to round stochastically.
-        BLOCK: width, padded to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -211,10 +206,7 @@ def decode_rows(
         first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
         first_element: position in ``values`` at which the column starts.
-        row_elements: elements between rows.
         dim: values per row.
-        FORMAT: wire format.
-        BLOCK: width, padded to a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

@@ -35,8 +35,6 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
         values_N: int32 or int64.
         marks_N: whether a value is marked, bool; None: all are.
         base: any value with digit 0.
-        shift: number of low bits to drop.
-        size: number of digits.
 
     Returns:
         Number of marked values per digit, int64 [size].

@@ -69,7 +69,6 @@ def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
     Args:
         ids_N: int64.
         seed: any int64.
-        inverse: whether ``ids_N`` are keys to map back to IDs.
     """
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
@@ -91,7 +90,6 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     [Note: the hash index] in csrc/index/shard.h describes the memory layout.
 
     Args:
-        memory: header, buckets, tags and free slots.
         ids_N: int64.
         seed: index seed.
     """

@@ -72,7 +72,6 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
     Args:
         parts: contiguous tensors with a row per slot.
         slots: rows to fill in each tensor, int64 [N]; may repeat.
-        values: value for each tensor, as the bits of an element.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
         # Fill bits through an integer view, so one call serves all dtypes.
@@ -86,7 +85,6 @@ def release_slots(pins: list[Tensor], alive: list[Tensor], slots: list[Tensor]) 
 
     Args:
         pins: pin count per slot, int32, for each table. Modified in place.
-        alive: whether a slot holds a live row, bool, for each table.
         slots: slots to unpin, int64 [N], for each table. A slot that occurs n times loses n pins.
 
     Returns:
@@ -129,7 +127,6 @@ def first_left(
         scores_now: present score per slot, same dtype, for each list.
         alive: whether a slot holds a live row, bool; may be longer than ``scores_now``.
         used: slots that the batch uses, int64; may repeat.
-        evicted: slots already selected for eviction.
         limits: maximum number of rows to select, for each list.
 
     Returns:

@@ -34,8 +34,6 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
     Args:
         grad: output gradient [B, D + P].
-        dense_BD: input to the forward pass.
-        sparse_BFD: input to the forward pass.
     """
     vectors_BVD = _vectors(dense_BD, sparse_BFD)
     num_vectors, dim = vectors_BVD.shape[1:]

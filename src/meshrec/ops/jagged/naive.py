@@ -59,11 +59,9 @@ def permute_jagged(
 
     Args:
         order: M keys, each from 0 to K - 1.
-        num_keys: K.
         lengths_B: bag lengths, int32 or int64.
         values_N: any dtype; may have trailing dimensions.
         weights_N: any dtype and trailing dimensions, or None.
-        segments: see the module docstring.
         num_bags: number of bags in the result. B if each key occurs once.
         num_values: number of values in the result. N if each key occurs once. Both sizes are arguments, so
             that tracing and memory allocation know them without reading tensors.

@@ -62,7 +62,6 @@ def forward(
         keyed: key indexes of the tables that are read by raw ID, by table number.
         weights: rows per table.
         lookups: the batch, and the table that every feature reads.
-        options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
         As ``ops.tbe.forward``.
@@ -99,7 +98,6 @@ def hashed_forward(
             searched in the index; by table number.
         weights: rows per table, by slot.
         lookups: the batch, and the table that every feature reads.
-        options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
         As ``ops.tbe.forward``. None if an ID has no slot, or if an index is not compiled. The caller must

@@ -111,8 +111,6 @@ def keyed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Te
     A raw ID is any int64 value. The key index of a table maps the hash of the ID to a row.
 
     Args:
-        weights: see ``nbit_forward``.
-        bits: see ``nbit_forward``.
         arguments: the arguments to ``nbit_forward``, followed by four lists: the numbers of the keyed tables;
             their key index tensors (three per table, see the module docstring); their seeds (two per table,
             for keys and for initial rows); and floats (two per table, minimum initial value and distance
@@ -154,8 +152,6 @@ def hashed_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> t
     """Look up rows as ``nbit_forward`` does. In hashed tables, a hash index maps an ID to a slot.
 
     Args:
-        weights: see ``nbit_forward``.
-        bits: see ``nbit_forward``.
         arguments: the arguments to ``nbit_forward``, followed by three lists: the numbers of the hashed
             tables; their index tensors (four per table, see ``index_find``); and their seeds (two per table,
             of the index and for ``mix``, which maps IDs to keys).

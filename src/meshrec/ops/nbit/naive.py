@@ -97,7 +97,6 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
         bits: bits per code.
-        dim: D.
     """
     if dim < 1:
         raise ValueError(f"rows have at least one number, got dim {dim}. Give the width they were made with.")
@@ -113,7 +112,6 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     Args:
         weights: rows per table; uint8 if quantized.
         bits: bits per code for each table; 0 for a floating-point table.
-        arguments: the ``Lookups`` fields, then the remaining arguments to ``tbe_forward``.
 
     Raises:
         ValueError: as for ``tbe_forward``, or row lengths do not match ``dims`` and ``bits``.
@@ -137,7 +135,6 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
     Args:
         weights: rows per table.
         bits: bits per code for each table; 0 for a floating-point table.
-        lookups: the batch, with the widths in ``dims``.
     """
     if len(bits) != len(weights):
         raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
@@ -163,7 +160,6 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
         bits: bits per code.
-        dim: D.
 
     Returns:
         Codes, one per byte, uint8 ``[rows, D]``; and scale and bias per row, fp16 ``[rows, 2]``.
@@ -204,7 +200,6 @@ def check_rows(rows: Tensor, bits: int, dim: int) -> None:
     """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values.
 
     Args:
-        rows: tensor to check.
         bits: bits per code.
         dim: values per row.
     """

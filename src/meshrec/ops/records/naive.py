@@ -66,13 +66,10 @@ def records_read(
     """Read the rows for some keys from a file into memory.
 
     Args:
-        file: open file descriptor.
-        layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
         parts: memory for the rows, a tensor ``[height, ...]`` per row part. Modified in place.
         slots: row index in ``parts`` that each key is read to, int64 [N].
         in_flight: number of concurrent disk requests; 0: the calling thread reads sequentially.
-        ring: use io_uring where available, instead of threads.
 
     Returns:
         Failures, int64 [number of failures, 2]. A row has the index in ``keys``, and the cause: ``DAMAGED``,
@@ -121,13 +118,10 @@ def records_write(
     """Write the rows for some keys from memory to a file. Other records in the same blocks are preserved.
 
     Args:
-        file: open file descriptor.
-        layout: ``RecordLayout`` fields.
         keys: int64 [N], ascending.
         parts: memory with the rows, a tensor ``[height, ...]`` per row part.
         slots: row index in ``parts`` that each key is written from, int64 [N].
         in_flight: number of concurrent disk requests; 0: the calling thread writes sequentially.
-        ring: use io_uring where available, instead of threads.
 
     Returns:
         Failures, as for ``records_read``.
@@ -159,7 +153,6 @@ def cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
     Args:
         slots: cache slots that the batch reads, int64 [N]; -1: no slot.
         stamps: number of the last batch that used each cache slot, int64. Modified in place.
-        batch: batch number.
     """
     # dict.fromkeys removes duplicates and keeps the order.
     first_uses = list(dict.fromkeys(slot for slot in slots.tolist() if slot >= 0 and stamps[slot] != batch))
@@ -178,7 +171,6 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
         counts: reference count per slot, uint8. Modified in place.
         pins: pin count per slot, int32. A slot with pins is in use and must not be evicted.
         hand: slot at which the hand stands.
-        num_victims: number of slots to evict.
 
     Returns:
         Selected slots in hand order; fewer than ``num_victims`` if all other slots are pinned; and the new

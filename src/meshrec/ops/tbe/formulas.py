@@ -115,7 +115,6 @@ class Rows(NamedTuple):
         belong to a column shard, and the sum over all shards is read from ``stats``.
 
         Args:
-            which: the ``stats`` column with the sum of squares of ``x_UD``.
             x_UD: fp32 [U, D].
         """
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]

@@ -123,7 +123,6 @@ class FeaturePiece(NamedTuple):
 
         Args:
             output: the whole lookup output, or a gradient with the same shape.
-            dim: feature width.
 
         Returns:
             ``[bags, dim]``, or ``[ids, dim]`` for a feature without pooling.
@@ -171,10 +170,8 @@ def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> lis
     A segment consists of all bags for the same key and block. A batch has R blocks and K keys.
 
     Args:
-        num_bags: bag count.
         segments: bounds to check and return, int64 [R * K + 1] on the CPU. None: compute them for a single
             block (R = 1) in which all keys have the same bag count.
-        num_keys: K.
 
     Raises:
         ValueError: the bounds do not match the bag count or key count.
@@ -212,7 +209,6 @@ def make_layout(
         offsets: ID index where each bag starts, followed by N.
         segments: first bag index per segment (all bags for the same key and block), followed by the bag
             count. None: there is a single block, and all keys have the same number of bags.
-        num_keys: K.
         keys: key read by every feature, [F].
         dims: feature widths, [F].
         pooling: pooling mode codes, [F].

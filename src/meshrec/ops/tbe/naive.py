@@ -84,11 +84,9 @@ def tbe_update(grad: Tensor, *arguments: Any, **optional: Any) -> None:
     Rows without an ID in the batch do not change, nor does their optimizer state.
 
     Args:
-        grad: lookup output gradient.
         arguments: the ``Lookups`` fields, then the arguments listed below up to ``origins``. Later ones may
             follow.
         optional: arguments after ``origins``, by name.
-
     - ``weights``: T tables, fp32, fp16 or bf16.
     - ``state``: optimizer state, fp32, slot by slot: slot 0 of all tables, then slot 1 of all tables.
     - ``optimizer``: optimizer code, and ``hyper``: parameters, float64; see ``formulas.py``. Rounding to the
@@ -181,9 +179,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     """Return the gradients of whole tables, with the shape and dtype of every table. Sums are in fp32.
 
     Args:
-        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
-        arguments: the ``Lookups`` fields.
     """
     # fp32 sums, rounded once at the end.
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
@@ -200,7 +196,6 @@ def tbe_sample_weight_grad(
     An ID read by several features gets the sum of their gradients. An ID read by no feature gets 0.
 
     Args:
-        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
         values: IDs [N].
         offsets: first ID index per bag, followed by N.
@@ -236,7 +231,6 @@ def clamp_ids(
         offsets: first ID index per bag, followed by N.
         segments: first bag index per segment (all bags for the same key and block), followed by the bag
             count. None: there is a single block, and all keys have the same number of bags.
-        num_keys: K.
         keys: key read by every feature, [F].
         tables: table read by every feature, [F].
         num_rows: row count per table.

@@ -34,7 +34,6 @@ def update_rows(
         stats_U3: sums of squares over whole rows, see `RowSum`, fp32, for a table sharded by columns. None:
             ``weight`` has whole rows, and the formula computes the sums.
         optimizer: optimizer code, the index in ``formulas.FORMULAS``.
-        h: optimizer parameters.
         origin: row and column of the whole table at which ``weight`` starts. Only stochastic rounding reads
             them, so that a shard gets the same random bits as the whole table.
         keys_U: row numbers for stochastic rounding, int64. Hashed tables pass them, because they do not store
@@ -80,9 +79,6 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
     splittable pseudorandom number generators", 2014). The low 16 bits are returned.
 
     Args:
-        rows_U: row numbers in the whole table.
-        columns_D: column numbers in the whole table.
-        seed: rounding seed.
         step: number of the update, so that every update rounds differently.
     """
     start = to_signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)

@@ -61,7 +61,6 @@ def look_up(
         bits: bits per quantized value, for each table; 0 for floating-point rows.
         batch: the batch, and the table that each feature reads.
         out_size: number of output rows (2-D) or elements (flat).
-        out_dtype: output dtype.
         check_ids: whether to check offsets, IDs and per-sample weights.
 
     Returns:
@@ -432,9 +431,7 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     """Return the gradients for whole tables on a GPU, as ``naive.tbe_dense_grad`` does.
 
     Args:
-        grad: lookup output gradient.
         weights: ``[rows, D]`` per table.
-        arguments: the ``Lookups`` fields.
     """
     batch = Lookups(*arguments)
     lookups = position_lookups(batch, grad.numel())

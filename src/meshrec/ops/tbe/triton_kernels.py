@@ -43,8 +43,6 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 
     Args:
         offsets: first ID index per bag, followed by N.
-        num_bags: bag count.
-        num_ids: N.
         is_bad: output flag, int32 [1], initially 0.
         BLOCK: offsets per program.
     """
@@ -133,14 +131,8 @@ def look_up(
         offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         is_bad: flag, int32 [1], used if CHECK. With 1 (invalid offsets), the kernel writes no rows.
-        out: output of all lookups.
-        WEIGHT: weight dtype.
         BITS: bits per code; 0 for floating-point rows.
-        WEIGHTED: whether there are per-sample weights.
-        CHECK: whether to check IDs and weights.
-        ALIGN: see the module docstring.
         BAGS: bags per program.
-        BLOCK: row width, padded to a power of two.
     """
     fields = lookups + tl.program_id(1) * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
@@ -213,7 +205,6 @@ def list_entries(
     Args:
         lookups: ``LOOKUP_FIELDS`` per lookup, int64.
         rounds: round number per lookup.
-        num_ids: N.
         tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
@@ -222,7 +213,6 @@ def list_entries(
         starts: output: first gradient element per entry.
         factors: output: gradient factor per entry.
         tables_of: output: table per entry.
-        WEIGHTED: whether there are per-sample weights.
         BAGS: bags per program.
         IDS: IDs per bag in a loop iteration.
     """
@@ -265,8 +255,6 @@ def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
 
     Args:
         rows: row per entry, ascending.
-        num_entries: entry count.
-        end_of_rows: row number for padding entries.
         RUNS: entries per program.
     """
     # int64, because there may be more than 2^31 entries.
@@ -346,16 +334,9 @@ def sum_parts(
         grad: gradient, flat, fp32.
         rows: row per entry, ascending.
         order: entry number per element in ``rows``.
-        starts: first gradient element, by entry number.
-        factors: gradient factor, by entry number.
-        tables_of: table, by entry number.
         tables: ``TABLE_FIELDS`` per table, int64.
         parts: output, fp32 [parts, BLOCK].
-        num_entries: entry count.
-        end_of_rows: row number for padding entries.
-        ALIGN: see the module docstring.
         PARTS: parts per program.
-        BLOCK: row width, padded to a power of two.
     """
     # Part 0 has no previous part, so program 0 starts with part 1.
     part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS) + 1
@@ -398,17 +379,11 @@ def load_run_sums(
         grad: gradient, flat, fp32.
         rows: row per entry, ascending.
         order: entry number per element in ``rows``.
-        starts: first gradient element, by entry number.
-        factors: gradient factor, by entry number.
-        parts: sums of later parts, from ``sum_parts``.
         at: positions of this program's entries in sorted order, int64 [RUNS].
         row: row per entry, [RUNS].
         first: whether a run starts at the entry, [RUNS]. If not, the result is 0.
-        num_entries: entry count.
         width: row width per entry, [RUNS].
-        ALIGN: see the module docstring.
         RUNS: entries per program.
-        BLOCK: row width, padded to a power of two.
     """
     total = _sum_part(
         grad, rows, order, starts, factors, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
@@ -456,18 +431,9 @@ def write_run_sums(
         grad: gradient, flat, fp32.
         rows: row per entry, ascending.
         order: entry number per element in ``rows``.
-        starts: first gradient element, by entry number.
-        factors: gradient factor, by entry number.
-        tables_of: table, by entry number.
         tables: ``TABLE_FIELDS`` per table, int64; the state slot addresses are those of the outputs.
-        parts: sums of later parts, from ``sum_parts``.
         run_ids: run number within the table, for every sorted entry. Not read with DENSE.
-        num_entries: entry count.
-        end_of_rows: row number for padding entries.
-        DENSE: whether the output has all rows of the table.
-        ALIGN: see the module docstring.
         RUNS: entries per program.
-        BLOCK: row width, padded to a power of two.
     """
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     # No run starts here: another program sums these entries.

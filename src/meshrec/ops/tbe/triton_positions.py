@@ -50,7 +50,6 @@ def position_lookups(batch: Lookups, size: int | None = None) -> PositionedLooku
     """Compute the bag range and the output position for each lookup, without synchronizing with the device.
 
     Args:
-        batch: the batch.
         size: element count in a flat output. Features without pooling have an output row per ID, and the IDs
             are counted on the device, so the caller must know the size.
     """

@@ -273,23 +273,10 @@ def update_runs(
         grad: gradient, flat, fp32.
         rows: row per entry, ascending.
         order: entry number per element in ``rows``.
-        starts: first gradient element, by entry number.
-        factors: gradient factor, by entry number.
-        tables_of: table, by entry number.
         tables: ``TABLE_FIELDS`` per table, int64.
-        parts: sums of later parts of long runs, from ``sum_parts``.
         row_stats: sums of squares over whole rows, by entry number, fp32 [E, 3]; read if STATS.
-        num_entries: entry count.
-        end_of_rows: row number for padding entries.
         hyper: float64: the ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
-        OPTIMIZER: optimizer code.
-        DECAY: weight decay mode.
-        STATS: whether ``row_stats`` are given.
-        STOCHASTIC: whether to round stochastically.
-        WEIGHT: weight dtype.
-        ALIGN: see ``triton_kernels``.
         RUNS: entries per program.
-        BLOCK: row width, padded to a power of two.
     """
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     if tl.max(first.to(tl.int32), 0) == 0:

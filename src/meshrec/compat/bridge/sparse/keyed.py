@@ -166,11 +166,9 @@ def regrouped_values(
     """Return a tensor per group, concatenated from the inputs' slices.
 
     Args:
-        values: inputs.
         keys: slice names per input.
         lengths: slice sizes per input.
         groups: keys per group.
-        dim: dimension to split and concatenate along.
     """
     # If several inputs have a key, the last one counts.
     pieces: dict[str, Tensor] = {}

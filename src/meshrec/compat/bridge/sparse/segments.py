@@ -36,7 +36,6 @@ def value_counts_per_key(offsets: Tensor, bags: list[int], num_values: int) -> l
     Args:
         offsets: bag boundaries [B + 1].
         bags: index of every key's first bag, followed by the number of bags.
-        num_values: total number of values.
     """
     if offsets.numel() == 0:
         return [0] * (len(bags) - 1)
@@ -64,9 +63,7 @@ def reordered(order: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
     """Permute variable-length segments. Differentiable.
 
     Args:
-        order: segment permutation.
         counts: rows per segment.
-        rows: concatenated segments.
     """
     segments = order.long()
     starts, sizes = to_offsets(counts.long())[:-1][segments], counts.long()[segments]
@@ -89,7 +86,6 @@ def permuted_segments(
         indices: keys to select, in order.
         values: values [N, ...], key-major.
         weights: weight per value, or None.
-        lengths: bag lengths, key-major.
         counts: values per key.
         bags: index of every key's first bag, followed by the number of bags.
     """
@@ -115,9 +111,7 @@ def split_by_key(
     """Return lengths and offsets per key.
 
     Args:
-        lengths: bag lengths, key-major.
         strides: bags per key.
-        variable: whether keys differ in batch size.
         compute_offsets: whether to compute offsets; otherwise the second list is empty.
     """
     parts = list(torch.split(lengths, strides))
@@ -149,10 +143,7 @@ def received(
     """Rearrange the tensors received from all ranks, from rank-major to key-major order.
 
     Args:
-        num_keys: key count on this rank.
         tensors: lengths, values, then strides if ``variable``, then weights if present. Rank-major.
-        variable: whether keys have different batch sizes.
-        num_workers: number of sending ranks.
         recat: permutation from (rank, key) to (key, rank) order; None: none needed.
         stride_per_rank: batch size per rank; None if ``variable``.
         stagger: number of equal rank blocks. ``recat`` takes the first rank in every block, then the second
