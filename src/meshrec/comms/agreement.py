@@ -47,7 +47,6 @@ def together(axis: Axis, name: str) -> Iterator[None]:
             data = path.read_bytes()
 
     Args:
-        axis: ranks which run the block.
         name: name of the operation. Error messages contain it if the exchange of errors itself fails.
 
     Raises:
@@ -69,7 +68,6 @@ def raise_as_one(error: Exception | None, axis: Axis, name: str) -> None:
 
     Args:
         error: this rank's error, or None.
-        axis: ranks which call this function.
 
     Raises:
         Exception: the error itself if ``axis`` has a single rank, otherwise the result of `combined_error`.
@@ -92,8 +90,6 @@ def gather_errors(
 
     Args:
         error: this rank's error, or None.
-        axis: ranks which call this function.
-        kinds: exception types to keep. Errors of other types become RuntimeError.
     """
     # Exceptions with other types may not survive pickling, or may have a class other ranks cannot import.
     local_error = None if error is None else sendable(error, kinds)
@@ -126,11 +122,7 @@ def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> Non
 
 
 def _difference(tables_by_rank: Sequence[Mapping[tuple[str, str], str]]) -> str:
-    """Return an error message about the first table for which two ranks have different plans.
-
-    Args:
-        tables_by_rank: for every rank, a digest of each table's sharding, by (module path, table name).
-    """
+    """Return an error message about the first table for which two ranks have different plans."""
     # Rank 0 is the reference.
     for rank, other in enumerate(tables_by_rank):
         for key in sorted({*tables_by_rank[0], *other}):

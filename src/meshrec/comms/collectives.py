@@ -167,11 +167,7 @@ class InFlight:
 
 
 class _CopyBack:
-    """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device.
-
-    Args:
-        arrived: CPU tensor which the collective fills.
-    """
+    """A collective on CPU copies of device tensors. ``wait`` copies the result back to the device."""
 
     def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
         self._work, self._arrived, self._target = work, arrived, target
@@ -479,9 +475,6 @@ def _start_collective(
 ) -> Any:
     """Start a collective, on CPU copies if the group needs them.
 
-    Args:
-        received: tensor to fill.
-
     Returns:
         An object whose ``wait`` waits until ``received`` is filled.
     """
@@ -515,9 +508,6 @@ def _poll_for_failures(work: Any, sent: Tensor, group: dist.ProcessGroup) -> Any
     """Wrap a gloo collective such that waiting for it notices the failure of another rank.
 
     Other collectives are returned unchanged.
-
-    Args:
-        sent: tensor which the collective sends.
     """
     return _PolledWork(work, group) if sent.is_cpu and "gloo" in dist.get_backend(group) else work
 

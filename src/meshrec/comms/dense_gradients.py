@@ -50,7 +50,6 @@ class DenseGradients:
 
     Args:
         link: host link through which ranks on the same host read each other's gradients; None: no link.
-        axis: ranks over which to average.
         peers: sends gradients in point-to-point messages. None: the link or a collective sends them.
 
     Attributes:
@@ -88,7 +87,6 @@ class DenseGradients:
         """Create the state for the ranks on an axis. Return None for a single rank. Collective.
 
         Args:
-            axis: ranks over which to average.
             device: device of the gradients; CPU by default.
             dtype: dtype in which gradients are exchanged; None: the gradients' dtype. CPU ranks add in fp32
                 and round the mean. NCCL adds in this dtype.

@@ -201,11 +201,7 @@ def _axis(mesh: DeviceMesh, name: str) -> Axis:
 
 
 def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
-    """Return a mesh with a single axis ``flat_name``, into which the axes ``names`` are flattened.
-
-    Args:
-        names: axes to flatten.
-    """
+    """Return a mesh with a single axis ``flat_name``, into which the axes ``names`` are flattened."""
     return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
 
 

@@ -43,10 +43,6 @@ class PeerAverage:
 
     All ranks must create their objects in the same order, because the order determines the message tags.
 
-    Args:
-        axis: ranks over which to average, with a gloo group.
-        hosts: host identifier of every rank.
-
     Attributes:
         terms_tag, means_tag, passed_on_tag: message tags; see [Note: messages of an average].
     """
@@ -121,9 +117,6 @@ class Routes:
     """Senders and receivers of every mean; see [Note: messages of an average].
 
     The *owner* of a mean is the rank which computes it.
-
-    Args:
-        hosts: host identifier of every rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ def first_rows(ids: Tensor, seed: int, low: float, step: float, c0: int, c1: int
 
     Args:
         ids: int64 [N].
-        seed: any int64.
         step: distance between adjacent possible values. It must be an fp32 number, so that the product with
             a 24-bit random integer is exact in fp64.
     """
@@ -47,7 +46,6 @@ def uniform_rows(ids: Tensor, *, seed: int, low: float, high: float, columns: tu
 
     Args:
         ids: int64 [N].
-        seed: any int64.
         high: upper bound, exclusive.
     """
     # Spacing is computed here, so that kernels and this version round it in the same way.
@@ -64,9 +62,7 @@ def write_uniform_rows(
         rows: table shard with the columns from ``column`` on, fp32 [S, D], contiguous. Modified in place.
         slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
-        seed: any int64.
         high: upper bound, exclusive.
-        column: whole-table column at which ``rows`` starts.
     """
     operators.begin_rows(rows, slots, ids, seed, low, value_spacing(low, high), column)
 
@@ -78,9 +74,6 @@ def begin_rows(rows: Tensor, slots: Tensor, ids: Tensor, seed: int, low: float, 
         rows: table shard with the columns from ``c0`` on, fp32 [S, D]. Modified in place.
         slots: row in ``rows`` for each ID, int64 [N].
         ids: int64 [N].
-        seed: any int64.
-        step: distance between adjacent possible values, exact in fp32.
-        c0: whole-table column at which ``rows`` starts.
     """
     rows[slots] = first_rows(ids, seed, low, step, c0, c0 + rows.shape[1])
 

@@ -24,7 +24,6 @@ class GrowingRegion:
     """A memory region that is filled from front to back as a table grows.
 
     Args:
-        memory: tensor that contains the region. Held by a weak reference.
         row_bytes: bytes by which the region grows per table row.
         offset: start of the region in the tensor, in bytes.
 
@@ -59,11 +58,7 @@ class GrowingRegion:
 
 
 class PagePrefaulter:
-    """Population of memory pages ahead of a growing table's rows; see [Note: pages ahead].
-
-    Args:
-        regions: memory regions that grow with the table.
-    """
+    """Population of memory pages ahead of a growing table's rows; see [Note: pages ahead]."""
 
     def __init__(self, regions: Sequence[GrowingRegion]) -> None:
         self._regions = list(regions)

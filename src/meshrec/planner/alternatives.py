@@ -130,7 +130,6 @@ def _best_per_type(
         index: table index.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
-        other_tables: collectives which other tables need.
     """
     weight_K = state.weights()
     best: dict[str, Alternative] = {}

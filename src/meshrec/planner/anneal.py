@@ -45,7 +45,6 @@ class Annealer:
         """Anneal a plan; see ``ops.planning.anneal``.
 
         Args:
-            placements_T: placement per table in the plan to start from.
             max_work: work limit, as counted by the compiled loop.
             seconds: time limit.
             start_temperature: initial temperature, as a fraction of a rank's mean load.

@@ -53,9 +53,6 @@ def round_choice(problem: Problem, num_tables_C: Floats) -> Ints:
     split a table). The counts are rounded down. Then the counts with the largest fractions are incremented
     until every table has a candidate.
 
-    Args:
-        num_tables_C: tables per candidate in the relaxation.
-
     Returns:
         Candidate index per table, int64 [T].
     """
@@ -90,7 +87,6 @@ def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) 
 
     Args:
         num_tables_C: tables per candidate in the relaxation, fractional.
-        candidates_Y: candidate indices to use per type.
 
     Returns:
         The complete plan, or None if memory does not suffice.
@@ -190,7 +186,6 @@ def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
     total memory.
 
     Args:
-        fits_C: candidates which fit into memory at all.
         part: maximum bytes per small piece, as a fraction of the memory cap. If a type has no candidate with
             such pieces, the candidates with the type's smallest pieces are used.
     """
@@ -209,7 +204,6 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 
     Args:
         in_bytes: planning problem whose loads are bytes instead of seconds.
-        candidates_Y: candidates to try, per table type.
         cap: estimate for the fullest rank's bytes. It scales the objective and is not a limit.
 
     Returns:

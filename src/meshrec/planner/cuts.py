@@ -126,8 +126,6 @@ class _Phase(NamedTuple):
         """Create the phase from arrays per candidate, and group equal candidates into kinds.
 
         Args:
-            count_C: piece count per candidate.
-            mean_C: mean load per piece.
             least_C: minimum load per piece.
         """
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
@@ -273,7 +271,6 @@ def _strongest_types(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tupl
     because it gives the strongest cut.
 
     Args:
-        type_C: type per candidate.
         part_C: fraction of the type's tables which use the candidate in the relaxation.
         above_C: excess of the candidate's largest piece over the lower limit on T; 0 if below.
 

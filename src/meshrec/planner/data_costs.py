@@ -57,7 +57,6 @@ class DataSize:
     Args:
         users: users in a log; None: the data is a table.
         items: items in a log; None: the data is a table.
-        values: distinct values in the integer columns of a table that have vocabularies.
         table_rows: rows of all embedding tables; None: one per item, or per value.
         row_bytes: bytes of an embedding row with its optimizer state.
         in_histories: whether a log is sorted into a folder, not in memory.
@@ -170,11 +169,7 @@ def build_disk(size: DataSize) -> float:
 
 
 def with_counts(size: DataSize, counts: Mapping[str, Any]) -> DataSize:
-    """Return a size with other counts. Counts that follow from the rows grow with them.
-
-    Args:
-        size: size of data that was counted.
-    """
+    """Return a size with other counts. Counts that follow from the rows grow with them."""
     if size.samples is not None and "rows" in counts and "samples" not in counts:
         size = replace(size, samples=round(size.samples * counts["rows"] / size.rows))
     if size.table_rows is not None and "table_rows" not in counts:

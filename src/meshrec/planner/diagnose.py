@@ -28,9 +28,6 @@ def diagnose(
 
     The message has the missing memory, the largest tables, and the remedies after which a plan fits: row-wise
     sharding, fp16 weights, or more ranks.
-
-    Args:
-        batch_size: samples per rank.
     """
     # Without replication, every rank holds the smallest part of the tables.
     free = replace(topology, replicate=(1,))

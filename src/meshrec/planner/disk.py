@@ -104,11 +104,7 @@ class _ZipfLaw:
         return float((self.sizes * self._drawn(draws)).sum())
 
     def hit_rate(self, cached: float, draws: float) -> float:
-        """Return the fraction of a batch's distinct rows expected in a cache.
-
-        Args:
-            draws: ID count per batch.
-        """
+        """Return the fraction of a batch's distinct rows expected in a cache."""
         if cached >= self.sizes.sum():
             return 1.0
         used = self._drawn(draws)  # by a batch
@@ -147,12 +143,7 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the fraction of a batch's distinct rows found in a cache.
-
-    Args:
-        sample: statistics on looked-up IDs, from which the skew is estimated.
-        draws: ID count per batch.
-    """
+    """Predict the fraction of a batch's distinct rows found in a cache."""
     return _ZipfLaw(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
 
@@ -242,9 +233,6 @@ def _keep_whole_tables_in_memory(sizes: Sequence["_CacheSize"], left: float) -> 
 
 class _CacheSize:
     """Cache size of a table while memory is assigned, and the hit rate with this size.
-
-    Args:
-        samples_per_step: training samples per step over all ranks.
 
     Attributes:
         cached: rows in the cache so far.

@@ -53,9 +53,6 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
 
     Layouts which can never be the best are left out.
 
-    Args:
-        node_size: ranks per node.
-
     Returns:
         The layouts; empty if the constraints allow none.
     """
@@ -152,9 +149,6 @@ def _node_layouts(
     """Return the node layouts (`Scope.NODES`) to consider for a table.
 
     In a node layout, every piece of the table occupies a node, and is split by rows over all ranks in it.
-
-    Args:
-        node_size: ranks per node.
     """
     whole = (table.embedding_dim,)
     # Node counts: powers of two, and all nodes. More would multiply the candidates of large clusters.
@@ -322,7 +316,6 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
     """Return the pieces of all candidates. Pieces of a candidate with equal column widths form a group.
 
     Args:
-        layouts_C: layout per candidate.
         table_C: example table index per candidate.
     """
     pieces: list[tuple[int, int, float, int, bool]] = []

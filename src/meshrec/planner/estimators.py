@@ -89,7 +89,6 @@ class CostModel:
     Args:
         topology: the machine. The `world_size` ranks form `replicas` shard groups, which all follow the same
             plan.
-        batch_size: samples per rank, for tables that do not set their own.
     """
 
     def __init__(
@@ -203,7 +202,6 @@ class CostModel:
 
         Args:
             table_N: table index per rectangle.
-            columns_N: columns per rectangle.
         """
         a = self.arrays
         has_stats = a.trained_T[table_N] & (a.row_statistics_bytes_T[table_N] > 0)
@@ -388,7 +386,6 @@ class CostModel:
             outputs: rows [N] after pooling.
             fetched: distinct rows [N] per node, summed over nodes; used with ``across_nodes="rows"``.
             columns: columns [N].
-            row: encoded size per row.
         """
         if self.rows_across:  # inside a node, all is fp32
             inside = outputs * columns * VALUE_BYTES * (self.node_size - 1) / self.node_size
@@ -425,7 +422,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: lookups on all ranks, per rectangle.
             share: fraction of the table's rows per rectangle.
         """
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
@@ -439,9 +435,7 @@ class CostModel:
 
         Args:
             loads: seconds per rectangle and phase, [N, NUM_PHASES]; changed in place.
-            ids: lookups per rectangle.
             fetched: result of `_fetched`.
-            columns: columns per rectangle.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.exchange_work_factor * ids * p.route_id_seconds
@@ -473,8 +467,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: lookups per rectangle from a shard group.
-            columns: columns per rectangle.
             share: fraction of the table's rows per rectangle.
         """
         a, p = self.arrays, self.profile
@@ -495,8 +487,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: lookups per rectangle.
-            columns: columns per rectangle.
             share: fraction of the table's rows per rectangle.
         """
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
@@ -516,8 +506,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: IDs per rank and rectangle.
-            elements: gradient values per rank and rectangle.
         """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         # A rank packs its own message, and unpacks one per rank.
@@ -532,7 +520,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: lookups per rectangle.
             share: fraction of the table's rows per rectangle.
         """
         # rows * (1 - exp(-ids / rows)): the limit of draws with replacement for many rows.
@@ -586,7 +573,6 @@ class CostModel:
 
         Args:
             table: table index per rectangle.
-            ids: lookups per rectangle.
             share: fraction of the table's rows per rectangle.
         """
         p = self.profile

@@ -178,9 +178,6 @@ def _count_same_ids(placements: Placements, receiver_N: Ints) -> Ints:
 
     Rectangles with the same table, rows and receiver share an ID message. So a rectangle accounts for the
     message's bytes divided by the result.
-
-    Args:
-        receiver_N: rank, or rank within the node, that receives the IDs of a rectangle.
     """
     key_N4 = np.stack((placements.table_N, placements.row_start_N, placements.row_end_N, receiver_N), axis=1)
     _, group_N, count_G = np.unique(key_N4, axis=0, return_inverse=True, return_counts=True)
@@ -216,10 +213,6 @@ def whole_row_placements(
 
     The solver works with fractional piece sizes. A table's rows and columns are divided in proportion to
     these sizes, and rounded.
-
-    Args:
-        placements_T: placement per table.
-        tables: tables, in the same order as `placements_T`.
     """
     rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
@@ -286,9 +279,6 @@ def to_plan(
     placements: Placements, tables: Sequence[Table], types_T: Sequence[ShardingType], device: str
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Convert rectangles to a sharding plan.
-
-    Args:
-        types_T: sharding type per table.
 
     Returns:
         Plan per embedding module, by module path.

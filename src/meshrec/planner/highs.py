@@ -45,7 +45,6 @@ class ProgramRows:
         """Add a constraint row.
 
         Args:
-            values: coefficient per entry of `columns`.
             lower: lower limit on the weighted sum.
             upper: upper limit on the weighted sum.
         """
@@ -98,9 +97,6 @@ class Solver:
 
     Variable bounds may change and rows may be added between solves. Every solve starts from the last basis,
     the vertex of the previous solution.
-
-    Args:
-        cost: cost per variable.
 
     Attributes:
         work: work in all solves, estimated from rows, columns and simplex iterations; see `Effort`.

@@ -98,7 +98,6 @@ def compare_pipelined(
     """Compare the measured step time of a pipelined run, without the dense part, with the prediction.
 
     Args:
-        plan: plan with which the run trained.
         whole: phase times from steps without overlap, from which the dense part's duration is taken.
         hidden: phase times from pipelined steps. A phase has only the seconds in which it delayed the step,
             without the seconds which overlapped with other work.

@@ -274,9 +274,6 @@ def _effective_rows(draws: int, distinct: int, rows: int) -> float:
     """Return a measure of skew: the count of equally likely rows that would explain the lookups.
 
     If lookups were uniform over this many rows, `draws` lookups would touch `distinct` rows on average.
-
-    Args:
-        rows: the table's row count, which the result does not exceed.
     """
     # Without a repeated ID, the sample shows no skew.
     if draws == 0 or distinct >= draws:

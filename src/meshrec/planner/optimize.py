@@ -58,7 +58,6 @@ def optimize(
     parts, even or uneven splits, under the constraints.
 
     Args:
-        batch_size: samples per rank.
         effort: search limits, for every ``replicate`` axis size.
 
     Returns:
@@ -100,7 +99,6 @@ def _solve(
     The solver splits tables at fractional rows; whole rows may need slightly more memory.
 
     Args:
-        model: cost model from which the problem was built.
         effort: search limits.
         cutoff: step time in seconds of a known plan. The search ends once no plan can be faster.
 

@@ -271,7 +271,6 @@ def _new_elements(
 
     Args:
         then: the table's sharding in the old plan, or None.
-        new: the new plan, which determines the ranks that hold a data-parallel table.
     """
     ranks = range(new.required_inputs().topology.world_size // new.replicas)
     target = _by_rank(now, rows, columns, ranks)

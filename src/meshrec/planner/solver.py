@@ -107,7 +107,6 @@ class _CollectiveSetSearch:
     bound. No plan with any collective set takes fewer seconds than `floor`.
 
     Args:
-        collectives: collectives which the plans may use.
         deadline: ``time.perf_counter`` time at which the search ends.
         floor: lower bound without latencies, until the bound is computed.
     """
@@ -357,9 +356,6 @@ class _HalvingSearch:
 
     def _halving(self, attempts: list[_Attempt], work: float) -> Iterator[bool]:
         """Run all attempts, then the better half with twice the work, and so on, until one is left.
-
-        Args:
-            work: work per attempt in the first pass.
 
         Yields:
             True after every attempt.

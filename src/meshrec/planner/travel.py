@@ -75,7 +75,6 @@ def routes_of(topology: Topology, num_ranks: int, node_size: int, *, rows_across
     """Return the links in a shard group, and how much of an all-to-all they carry.
 
     Args:
-        node_size: ranks of the shard group per node.
         rows_across: whether nodes exchange distinct rows instead of pooled sums, which adds an exchange
             within the node.
     """
@@ -101,9 +100,6 @@ def packed_id_bytes(num_rows_N: npt.ArrayLike, num_ids_N: npt.ArrayLike) -> Floa
     IDs are sent as gaps between successive IDs, in groups: see ``ops/dist/ids_naive.py``. All gaps in a group
     take as many bits as the largest. The gaps between random IDs are geometrically distributed, which gives
     the expected maximum.
-
-    Args:
-        num_rows_N: table rows from which the IDs of a list are drawn.
     """
     rows, ids = np.asarray(num_rows_N, np.float64), np.asarray(num_ids_N, np.float64)
     group = np.clip(ids, 1.0, GROUP)

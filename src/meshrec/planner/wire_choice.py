@@ -81,7 +81,6 @@ def choose_wires(
 
     Args:
         tables: tables; their present wire formats are ignored.
-        batch_size: samples per rank.
         bound: accuracy limits.
 
     Returns:
@@ -127,7 +126,6 @@ def bytes_across_nodes(
 
     Args:
         topology: machine with several nodes; its own ``across_nodes`` is ignored.
-        batch_size: samples per rank.
         packed_ids: whether the run packs sorted IDs, as its log says (``distributed/id_exchange.py``). They
             are priced as if they were spread evenly over the table. Hot IDs which are close together take
             fewer bytes.

@@ -48,7 +48,6 @@ class Routes:
     """HTTP handlers for all requests except scoring: health, models, metrics and API pages.
 
     Args:
-        change_all: function which loads or unloads a model in every worker process.
         refusal: function which returns why the server refuses scoring requests now, or None if it accepts
             them.
         admin: whether requests may load and unload models.
@@ -248,11 +247,7 @@ class Guard:
 
 
 async def _fields_of(http: HttpRequest, allowed: Sequence[str]) -> dict[str, Any]:
-    """Receive a JSON body, and return its fields without those that are null. An empty body has no fields.
-
-    Args:
-        allowed: field names which the body may have.
-    """
+    """Receive a JSON body, and return its fields without those that are null. An empty body has no fields."""
     # Not http.json(), which does not limit the size.
     body = await receive_body(dict(http.scope["headers"]), http.receive, _MAX_BYTES)
     given = read_json(body) if body.strip() else {}

@@ -313,7 +313,6 @@ class Batcher:
         Runs in the event loop.
 
         Args:
-            batch: requests which were scored.
             start_time: ``time.monotonic`` time when scoring started.
             future: finished future with the result of `_scores`.
         """

@@ -71,7 +71,6 @@ class Connections:
 
     Args:
         limits: limits per client, and in total.
-        on_refusal: function to call with the HTTP status of every refusal.
     """
 
     def __init__(self, limits: ConnectionLimits, on_refusal: Callable[[int], None] = lambda _: None) -> None:
@@ -277,9 +276,6 @@ class Connection(HttpToolsProtocol):
         """Close this connection, because its state has lasted too long.
 
         If a part of a request has arrived, the client gets status 408 first.
-
-        Args:
-            state: state in which the connection waits.
         """
         if state in (HEADER, BODY) and not self._is_silent:
             self.refuse(408, f"the {state} of the request did not arrive in time. Send it without pauses.")

@@ -67,7 +67,6 @@ class Deltas:
     like the package, so that they equal the rows in a new export.
 
     Args:
-        folder: folder in which a `DeltaPublisher` writes deltas.
         about: field ``about`` of the package manifest. ``run``, ``step`` and ``published`` tell which delta
             is next. A package with only a part of the model has two more fields. ``trained_names`` maps the
             package's weight names to the names in training. ``left_out`` lists the missing weights.
@@ -147,9 +146,6 @@ class Deltas:
 
         Most functions write up to `ROWS_AT_A_TIME` rows. The last one copies all whole tensors, and sets the
         delta's number in `freshness`. Batches computed between two calls see a partly applied delta.
-
-        Args:
-            delta: changed weights, from `next`.
         """
         nothing = torch.empty(0, dtype=torch.int64)
         for name, hashed in self._hashed.items():
@@ -226,7 +222,6 @@ class Deltas:
 
         Args:
             available: numbers of the deltas in the folder, ascending.
-            last: last delta in the exported weights. It may have been deleted from the folder since.
         """
         is_present = last.number in available
         if available[-1] < last.number or (
@@ -248,9 +243,6 @@ class Deltas:
         """Translate a delta's weight names from the names in training to the names in the package.
 
         Weights that the package lacks are left out.
-
-        Args:
-            delta: changed weights.
         """
         if self._names is None:
             return record, delta

@@ -32,7 +32,6 @@ class HashedWeights:
 
     Args:
         weights: package weights by name; tensors of this table are changed in place or replaced.
-        name: name of the tensor with the rows which the table had at export. The name ends in ``weight``.
         formula: parameters of this table in the manifest: ``seed`` for the keys, ``first_seed``, ``low``,
             ``high`` and ``dim`` for initial rows, and ``max_rows``.
         bits: bits per value in quantized rows; 0: rows are floating point.
@@ -60,7 +59,6 @@ class HashedWeights:
         Args:
             ids: IDs with changed rows, int64 [U], ascending.
             rows: new rows of these IDs, quantized if the table is quantized.
-            evicted: IDs which training has evicted, int64, disjoint from ``ids``.
             step: maximum number of rows in ``weight`` which one function writes. The function that adds IDs
                 writes all their rows at once.
         """
@@ -100,7 +98,6 @@ class HashedWeights:
 
         Args:
             keys: keys of the IDs, int64, ascending.
-            rows: row per key.
         """
         if len(keys) == 0:
             return

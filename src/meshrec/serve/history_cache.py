@@ -216,7 +216,6 @@ class CachedQueryEncoder:
         """Return an array per history, int64 [N, F], with N items and F values per item.
 
         Args:
-            values: for every feature, the values of all histories, concatenated.
             lengths: for every feature, the number of values per history.
         """
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):

@@ -190,7 +190,6 @@ class ServedModel:
 
         Args:
             queries: query vectors, float32 [B, V].
-            request: request for which the query vectors were computed.
             options: number of items, and whether seen items may be recommended.
         """
         return self._items.best(queries, request, options, self.version)
@@ -221,7 +220,6 @@ class Repository:
 
     Args:
         limits: batch and queue limits of every model.
-        trial: child process in which every package is loaded first.
         changes: by model name, the last change which clients made before this worker started. `load_all`
             repeats it. Models without a change are loaded with all deltas.
     """
@@ -405,9 +403,6 @@ class Repository:
         No client waits for these loads, so no client would retry them. Transient failures are a full disk, a
         folder that is still being copied, or a killed child process (`PackageTrial` loads every package in a
         child process first). Models that a client loads or unloads meanwhile are skipped.
-
-        Args:
-            stop: event which ends the retries.
         """
         for pause in _RETRY_PAUSES:
             if not failed:

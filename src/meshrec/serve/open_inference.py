@@ -399,7 +399,6 @@ def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[
     """Convert an input's JSON data to a flat array, with dtype object if values are strings or null.
 
     Args:
-        data: numbers, strings or booleans, flat or in nested lists.
         shape: shape from the request, which nested lists must match.
     """
     if not isinstance(data, list):
@@ -483,7 +482,6 @@ def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSp
 
     Args:
         content_type: content type of MLServer's codecs, or None.
-        expected: the input which the model accepts.
     """
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:

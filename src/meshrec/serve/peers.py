@@ -75,11 +75,7 @@ class ParentLink:
             raise RequestError(*error)
 
     def listen(self, loop: asyncio.AbstractEventLoop, change: Change) -> None:
-        """Start to handle messages from the parent: changes to apply, and answers to `change_all`.
-
-        Args:
-            change: function which applies a change in this worker.
-        """
+        """Start to handle messages from the parent: changes to apply, and answers to `change_all`."""
 
         def on_message() -> None:
             try:

@@ -118,9 +118,6 @@ class BodyReader:
 def read(reading: Body, signature: Signature) -> InferRequest:
     """Parse the request in a body, in this thread.
 
-    Args:
-        reading: body, and the protocol that it follows.
-
     Raises:
         RequestError: the body violates the protocol, or does not match the model.
     """

@@ -84,7 +84,6 @@ class ItemVectors:
 
         Args:
             queries: query vectors, float32 [B, V].
-            request: request for which the query vectors were computed.
             options: number of items, and whether seen items may be recommended.
         """
         items, features = self._predictor.items, self._predictor.features

@@ -211,10 +211,6 @@ def encoded_request(
 ) -> Request:
     """Convert raw values, as named in the training data, to a request with IDs.
 
-    Args:
-        per_sample: values by column, one per sample.
-        signature: inputs and outputs for a model which accepts raw values.
-
     Raises:
         RequestError: a value has the wrong type, or training would reject it as damaged.
     """

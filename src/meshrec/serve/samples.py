@@ -155,7 +155,6 @@ def _parse_ids(name: str, samples: Sequence[Sample], label_prefix: str) -> tuple
     """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B].
 
     Args:
-        samples: JSON objects which have the feature.
         label_prefix: prefix of the sample number in errors; empty for shared values.
     """
     given = [sample[name] for sample in samples]

@@ -53,7 +53,6 @@ class ScoringEndpoint:
     """ASGI handler for scoring requests.
 
     Args:
-        service: service that scores parsed requests.
         max_body: maximum body size in bytes.
     """
 
@@ -95,7 +94,6 @@ class ScoringEndpoint:
         """Receive the body, score it, and return the answer.
 
         Args:
-            requested: model, outputs and options that the URL names.
             start_time: ``time.monotonic`` time when the request arrived.
             headers: request headers with lower-case names.
         """

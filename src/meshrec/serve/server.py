@@ -210,9 +210,7 @@ class _HttpServer(uvicorn.Server):
     """Server that answers all received requests before it ends, unlike uvicorn's own server.
 
     Args:
-        guard: application, which is told when the shutdown starts.
         linger: seconds for which the shutdown waits for clients to close idle connections.
-        header_seconds: timeout for TLS handshakes.
     """
 
     def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:

@@ -84,7 +84,6 @@ class ScoringService:
     A request which cannot be answered in time is refused before the body is read.
 
     Args:
-        metrics: metrics in which requests are counted by outcome.
         waiting: memory limit for waiting requests.
     """
 
@@ -94,9 +93,6 @@ class ScoringService:
     @contextmanager
     def count_outcome(self, requested: ScoreRequest) -> Iterator[float]:
         """Count a request in the metrics, by model and outcome, when the context ends.
-
-        Args:
-            requested: model which the client asks for.
 
         Yields:
             ``time.monotonic`` time when the request arrived.
@@ -120,7 +116,6 @@ class ScoringService:
         """Check, before the body is read, that a request can be answered, and return the model.
 
         Args:
-            requested: model and outputs that the client asks for.
             deadline: ``time.monotonic`` time after which the answer is useless.
 
         Raises:
@@ -151,8 +146,6 @@ class ScoringService:
         """Score a request whose body has arrived.
 
         Args:
-            requested: model and outputs that the client asks for.
-            read: function which parses the body, given the model's inputs and outputs.
             num_bytes: bytes of the body, for which the transport has already reserved memory.
             start_time: ``time.monotonic`` time when the request arrived.
             deadline: ``time.monotonic`` time after which the answer is useless.

@@ -101,11 +101,7 @@ def compute_scores(predictor: Predictor, request: Request) -> Floats:
 
 
 class PackageTrial:
-    """Child process which tries to load packages, one at a time.
-
-    Args:
-        open_package: module-level class or function which opens a package like the server will.
-    """
+    """Child process which tries to load packages, one at a time."""
 
     def __init__(self, open_package: Open) -> None:
         self._open = open_package
@@ -152,7 +148,6 @@ def _trial_failure(
     """Load a package and score the warm-up samples in a forked process.
 
     Args:
-        open_package: function which opens the package.
         seconds: maximum duration.
 
     Returns:

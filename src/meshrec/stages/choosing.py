@@ -108,7 +108,6 @@ def best_cut(
         costs: seconds per split for every unit, in an executable order.
         needs: for every unit, the numbers of the units from which it reads results.
         num_stages: stage count. Every stage gets at least one unit.
-        num_splits: splits (microbatches) per batch.
         links: seconds per split to send all values across a cut in one direction, by cut position. A cut
             position is an int with bit u set for every unit u before the cut. Missing positions take 0
             seconds.
@@ -201,9 +200,7 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
     bound assumes that all stages take equally long, but no less than the slowest unit.
 
     Args:
-        cut: result of `best_cut` for the same arguments.
         costs: seconds per split (microbatch) for every unit.
-        num_splits: splits per batch.
     """
     # All cuts were visited, so no cut is faster.
     if cut.is_best:

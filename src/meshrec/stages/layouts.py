@@ -91,7 +91,6 @@ def layouts(
     """Return the DDP layout, the FSDP2 layout and a layout per possible stage count, fastest first.
 
     Args:
-        model: model that is called as ``model(dense, sparse)``. Its tables may be on the ``meta`` device.
         dense: dense features of the global batch, [B, ...].
 
     Raises:
@@ -209,7 +208,6 @@ def _layout_for_splits(
     """Return the layout with the best cut for given numbers of stages and splits (microbatches).
 
     Args:
-        num_splits: splits per batch.
         lane_batch: samples per batch of a lane; a lane is a copy of all stages with its own batch.
     """
     needs = [unit.needs for unit in problem.traced.units]
@@ -257,7 +255,6 @@ def simulate(
         transfers: for the link from every stage to the next, seconds that a split occupies the link in one
             direction. Splits that use the same link and direction wait for each other.
         latency: additional seconds until a split arrives, during which the link is free for other splits.
-        num_splits: splits per batch.
     """
     count = len(stages)
     waiting = [

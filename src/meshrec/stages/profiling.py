@@ -54,7 +54,6 @@ def measure_and_choose(
         batch_values: batch values read by units, by value name.
         staging: the stages if the user has set the cuts; None to choose them.
         split_size: samples per split if the user has set them, or "auto" to choose.
-        num_threads: torch threads per stage.
 
     Returns:
         The choice with the shortest predicted step over all split counts that were tried.
@@ -123,7 +122,6 @@ def measure_units(
     Args:
         programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
-        num_splits: splits per batch.
         num_workers: number of threads that measure at the same time.
 
     Returns:
@@ -154,9 +152,6 @@ def measure_stages(
     """Measure the forward and backward seconds per split (microbatch) for every stage.
 
     All stages run at the same time during the measurement, as in training.
-
-    Args:
-        num_splits: splits per batch.
 
     Returns:
         Cost of every stage, including `EXCHANGE_SECONDS` and the stage's share of the table lookups.
@@ -241,11 +236,7 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
 def _arguments(
     program: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the program's arguments for the first split (microbatch).
-
-    Args:
-        sizes: samples in every split.
-    """
+    """Return the program's arguments for the first split (microbatch)."""
     return [
         values[name] if name in values else split(batch_values[name], sizes, f"the input {name!r}")[0]
         for name in program.input_names
@@ -275,7 +266,6 @@ def _measure_all_units(
     Args:
         programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
-        sizes: samples in every split.
     """
     values: dict[str, Any] = {}
     costs = []
@@ -308,10 +298,6 @@ def _measure_whole(
     part: PartProgram, batch_values: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
     """Measure a program which runs once per batch, such as a table lookup, instead of once per microbatch.
-
-    Args:
-        sizes: samples in every split.
-        values: dict to fill in. The first split of every result is added to it, by value name.
 
     Returns:
         Seconds per batch divided by the split count. The backward time is estimated as twice the forward
@@ -354,7 +340,6 @@ def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits:
     Args:
         costs: seconds per split (microbatch) for every unit.
         stage_of: stage number for every unit.
-        num_splits: splits per batch.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

@@ -206,9 +206,6 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
     Values that the nodes read from other nodes become the program's arguments. The program returns the values
     that other nodes read or that the model returns.
-
-    Args:
-        nodes: nodes of the program, in execution order.
     """
     members = set(nodes)
     graph = fx.Graph()

@@ -58,10 +58,6 @@ def _dropout(x: Tensor, p: float, train: bool | None, *, generator: torch.Genera
 
     The fused operation, which torch uses for dropout on GPUs, does not accept a generator.
 
-    Args:
-        p: probability that a value is set to 0.
-        train: False returns the input unchanged.
-
     Returns:
         The result, and the mask (bool, True for values that are kept), both in the shape of ``x``.
     """

@@ -201,7 +201,6 @@ class RankStep:
     """Execution of all actions of a batch on this rank, in the order of `schedule`.
 
     Args:
-        flow: which values this stage exchanges with other stages.
         draws_random: whether the model draws random values. The state of a random generator then travels
             from stage to stage with every split (microbatch).
     """
@@ -285,9 +284,6 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
 
         [("tables", 3), ("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
          ("agree", 1), ("backward", 2), ("collect", 3)]
-
-    Args:
-        num_splits: splits per batch.
 
     Returns:
         Pairs (action, k):

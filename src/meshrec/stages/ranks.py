@@ -267,7 +267,6 @@ class StagePart(nn.Module):
 
         Args:
             which: "whole" or "split"; see the class.
-            arguments: program inputs, in the order of `PartProgram.input_names`.
 
         Returns:
             Tuple of program outputs, in the order of `PartProgram.output_names`.

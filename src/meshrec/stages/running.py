@@ -80,10 +80,6 @@ class StageRun:
     for every split, in any order after the split's ``forward``. Then call ``add_to_grad``,
     ``values.collect`` and ``tables_backward``.
 
-    Args:
-        flow: which values this stage exchanges with other stages.
-        timeline: records the start and the end of every pass.
-
     Attributes:
         values: see above.
         where: description of the current pass, for error messages.
@@ -344,7 +340,6 @@ def _backward_pairs(
     """Return the output tensors that have a gradient and, in the same order, these gradients.
 
     Args:
-        outputs: leaves of every output value, by value name.
         gradients: gradients for these leaves, by value name. None or a missing name stands for no gradient.
     """
     pairs = [

@@ -66,9 +66,6 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
     item. Values without samples, such as Python scalars and 0-d tensors, are repeated in every split.
 
-    Args:
-        sizes: samples in every split.
-
     Raises:
         ValueError: a tensor has another number of samples than ``sizes`` in total.
     """
@@ -109,10 +106,6 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     Tensors [size, ...] are concatenated along dimension 0. A 0-d tensor is taken for a mean over samples, and
     the result is the mean over the whole batch. Other leaves must be equal in all splits.
 
-    Args:
-        values: result for every split.
-        sizes: samples in every split.
-
     Raises:
         ValueError: the results have different structures, or leaves other than tensors differ.
     """
@@ -127,10 +120,6 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join the values which a leaf of the results has in all splits (microbatches); see `join`.
-
-    Args:
-        leaves: the leaf's value in every split.
-        sizes: samples in every split.
 
     Raises:
         ValueError: the values are not tensors, and differ.

@@ -229,9 +229,6 @@ class Staged(NamedAsModel):
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
         """Run the forward pass of all stages.
 
-        Args:
-            splits: batch values for every split, by value name.
-
         Returns:
             Function from (value name, split index) to a value returned by the model. If gradients are
             enabled, autograd can differentiate these values with respect to the batch.
@@ -268,7 +265,6 @@ class Staged(NamedAsModel):
         Args:
             result: function returned by `_run`.
             batch_values: batch values by name; the model may return them unchanged.
-            sizes: samples in every split.
         """
         assert self._staging is not None
         producer_stage = self._staging.producer_stage()
@@ -320,7 +316,6 @@ class _ResultLayout:
     Call `take`, then `give`, then `result`.
 
     Args:
-        names: names of the values which stages compute and the model returns.
         inputs: (value name, split index, leaf index) for every batch tensor which requires a gradient.
 
     Attributes:
@@ -352,11 +347,7 @@ class _ResultLayout:
         return tensors
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """Replace the stored tensors by the `_RunStages` outputs, which have an autograd graph.
-
-        Args:
-            tensors: output for every tensor from `take`, in the same order.
-        """
+        """Replace the stored tensors by the `_RunStages` outputs, which have an autograd graph."""
         for (name, k, i), tensor in zip(self.positions, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
@@ -366,9 +357,6 @@ class _ResultLayout:
 
     def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
         """Group gradients for the flat tuple by (value name, split index).
-
-        Args:
-            grads: gradient for every tensor in the tuple.
 
         Returns:
             For every value and split, a list with a gradient per leaf; None for leaves without a gradient.
@@ -395,7 +383,6 @@ class _RunStages(torch.autograd.Function):
 
         Args:
             anchor: empty tensor which requires a gradient, so that autograd always calls `backward`.
-            leaves: batch tensors which require gradients.
         """
         # Autograd disables gradients inside a Function, but every stage builds its own graph.
         with torch.enable_grad():

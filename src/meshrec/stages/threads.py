@@ -28,10 +28,6 @@ class Workers:
     """Threads which run stages, and copy threads which copy values between stages.
 
     The threads stay alive for later batches.
-
-    Args:
-        num_workers: one worker thread per stage, or 1 to run all stages in the same thread.
-        num_threads: torch threads per worker thread.
     """
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
@@ -104,7 +100,6 @@ class ThreadExchange(Exchange):
     Every message has a future, which the sender fills and on which the receiver waits.
 
     Args:
-        devices: device of every stage.
         link: copies tensors to the receiving stage's device, in a copy thread. If None, the receiving
             stage gets the sender's tensors without a copy.
     """
@@ -211,8 +206,6 @@ class ThreadedBatch:
     """Run of a batch through all stages, forward and then backward. Create an object for every batch.
 
     Args:
-        workers: threads which run the stages.
-        devices: device of every stage.
         link: copies values between devices. If None, stages share tensors.
 
     Attributes:
@@ -322,7 +315,6 @@ class ThreadedBatch:
         """Run ``job`` for every stage, and raise StageError with the stage and the split if a job fails.
 
         Args:
-            job: function to call with the `StageRun` of every stage.
             runs: a `StageRun` per stage. If ``here``, the jobs run one after another in this order.
             here: if True, run in the calling thread instead of the worker threads.
         """
@@ -349,9 +341,6 @@ def autograd_uses_threads(devices: Sequence[torch.device]) -> bool:
     worker threads would need the same device thread and wait for it forever. All stages must then run
     backward in the calling thread. That thread only launches kernels, so the devices still compute at the
     same time.
-
-    Args:
-        devices: device of every stage.
     """
     return any(device.type == "cuda" for device in devices)
 

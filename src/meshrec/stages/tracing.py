@@ -167,7 +167,6 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
     """Group nodes into units.
 
     Args:
-        nodes: nodes to group, in execution order.
         inputs: nodes from `_input_nodes`.
     """
     group = _Groups(nodes)
@@ -231,9 +230,6 @@ def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[
     """Sort groups of nodes so that every group comes after the groups whose results it reads.
 
     Groups which read from each other are merged. Apart from that, groups stay in graph order.
-
-    Args:
-        members: nodes of every group, by the group's root node.
     """
     emitted: set[fx.Node] = set()
     waiting = dict(members)

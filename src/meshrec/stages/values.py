@@ -44,20 +44,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def put(self, message: Message, value: Any) -> None:
-        """Send a value or its gradients. Does not wait for the receiver.
-
-        Args:
-            message: which value, and between which stages.
-        """
+        """Send a value or its gradients. Does not wait for the receiver."""
 
     @abstractmethod
     def get(self, message: Message) -> Any:
         """Wait for a value or its gradients, and return them.
 
         Tensors in the value require gradients if they do at the sender.
-
-        Args:
-            message: which value, and between which stages.
         """
 
 
@@ -81,9 +74,6 @@ class StageValues:
 
     A value may come from the batch, from this stage's table lookups, or from another stage. Create an object
     for every batch.
-
-    Args:
-        flow: which values this stage exchanges with other stages.
 
     Attributes:
         inputs: see above.
@@ -127,11 +117,7 @@ class StageValues:
             self.exchange.put(Message("value", name, k, self._flow.stage.index, user), value)
 
     def publish_lookups(self, pieces: dict[str, list[Any]]) -> None:
-        """Store this stage's table lookups, and send them to all other stages which read them.
-
-        Args:
-            pieces: lookup result for every split, by value name.
-        """
+        """Store this stage's table lookups, and send them to all other stages which read them."""
         self._pieces = pieces
         for name, splits in pieces.items():
             for k, piece in enumerate(splits):
@@ -144,7 +130,6 @@ class StageValues:
 
         Args:
             k: split index.
-            gradients: gradient for every leaf of the value.
         """
         if name in self._pieces:
             # The table update runs once, after all splits, so gradients wait here.

@@ -11,9 +11,6 @@ class Adapted(Generic[T]):
 
     Calling it returns a plain ``target`` object. ``isinstance``, ``issubclass``, class attributes and
     subclassing also refer to ``target``.
-
-    Args:
-        construct: function with the signature of TorchRec's class, which returns a ``target``.
     """
 
     def __init__(self, target: type[T], construct: Callable[..., T]) -> None:

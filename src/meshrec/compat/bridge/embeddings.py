@@ -357,7 +357,6 @@ def concatenated_bags(
     Args:
         pooled: for every feature i, pooled rows [B_i, D_i]. With inverse indices, the list entries are
             replaced.
-        names: for every entry of ``pooled``, the feature name.
         inverse_indices: for features with different batch sizes, the feature names, and an index tensor
             [K, B] with the row of every sample in the pooled rows of every feature. None: all batch sizes are
             equal.

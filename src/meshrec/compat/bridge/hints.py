@@ -20,7 +20,6 @@ def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, An
     """Check the names of options, and log those that have no effect here.
 
     Args:
-        owner: name of the class that takes the options.
         defaults: TorchRec's option names and default values.
 
     Raises:

@@ -142,11 +142,7 @@ def module_to_core(tables: Mapping[str, Any]) -> core.EmbeddingModuleShardingPla
 
 
 def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
-    """Convert MeshRec's plan to TorchRec's form.
-
-    Args:
-        local_size: ranks per node.
-    """
+    """Convert MeshRec's plan to TorchRec's form."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan(
@@ -161,11 +157,7 @@ def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> S
 
 
 def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
-    """Convert a table placement to TorchRec's form.
-
-    Args:
-        local_size: ranks per node.
-    """
+    """Convert a table placement to TorchRec's form."""
     # TorchRec lists all ranks for a data-parallel table, and no shards.
     if placed.sharding_type is core.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))

@@ -25,7 +25,6 @@ def bag_rows(
         values: IDs [N].
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
-        bits: bits per code.
         pooling: 0: sum, 1: mean.
     """
     return _forward(weight, values, offsets, sample_weights, bits, dim, pooling, offsets.numel() - 1, dtype)
@@ -40,7 +39,6 @@ def id_rows(
         weight: quantized rows with scales and biases, uint8 [rows, bytes].
         values: IDs [N].
         offsets: bag boundaries [B + 1].
-        bits: bits per code.
     """
     return _forward(weight, values, offsets, None, bits, dim, 2, values.numel() * dim, dtype).view(-1, dim)
 
@@ -63,7 +61,6 @@ def _forward(
         values: IDs [N].
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
-        bits: bits per code.
         pooling: 0: sum, 1: mean, 2: none.
         out_size: number of bags B; with ``pooling`` 2, number of elements in the result, N times D.
 
@@ -127,14 +124,12 @@ def rows_within(
     IDs whose rows are in other shards contribute nothing to sums and means.
 
     Args:
-        weight: parameter that holds the shard.
         location: five numbers: index of the shard's first element in the flat parameter, number of rows in
             the shard, elements per stored row, table row at which the shard starts, and number of rows in the
             table.
         values: IDs [N].
         offsets: bag boundaries [B + 1].
         sample_weights: per-sample weights [N], or None.
-        bits: bits per code.
         pooling: 0: sum, 1: mean, 2: a row per ID, with zeros for IDs in other shards.
 
     Returns:

@@ -29,7 +29,6 @@ class QuantTableGroup:
     The group replaces TorchRec's batched kernel object (TBE, table batched embedding).
 
     Args:
-        parts: for every table, views of the local shards' rows, in row order.
         built: parts of the sharded module with these tables; None if the module is not sharded.
     """
 

@@ -122,11 +122,7 @@ def _update(weight_RD: Tensor, gradient: Tensor, state: dict[str, Any], group: M
 def _update_rows(
     weight_RD: Tensor, gradient_RD: Tensor, sum_R1: Tensor, lr: float, group: Mapping[str, Any]
 ) -> None:
-    """Update rows and their accumulators in place, with a dense gradient.
-
-    Args:
-        sum_R1: accumulator per row.
-    """
+    """Update rows and their accumulators in place, with a dense gradient."""
     if group["maximize"]:
         gradient_RD = -gradient_RD
     if group["weight_decay"]:

@@ -46,9 +46,6 @@ class _Part(NamedTuple):
 class TableProgram:
     """Records lookups in one sharded table as a torch.fx program.
 
-    Args:
-        built: parts of the sharded module that has the table.
-
     Raises:
         ValueError: the table is split over several processes, or is trainable.
     """
@@ -93,7 +90,6 @@ class TableProgram:
         """Record the lookup in a column block of the table, and return the proxy for the result.
 
         Args:
-            parts: shards of the block, which may be split by rows.
             scale: proxy for per-sample weights, or None.
             pooling: 0: sum, 1: mean, 2: a row per ID.
         """

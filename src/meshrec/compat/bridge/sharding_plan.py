@@ -45,7 +45,6 @@ def _generator(
 
         Args:
             param: table weight [num_embeddings, embedding_dim].
-            local_size: ranks per node.
             sharder: ignored.
         """
         size = TableSize(param.shape[0], param.shape[1])

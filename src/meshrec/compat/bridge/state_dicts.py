@@ -99,7 +99,6 @@ def _rectangles_of(
     """Return one rank's shards of a split table, from the pickled values.
 
     Args:
-        parts: tensor per rectangle.
         rectangles: bounds of every rectangle in the table.
         like: empty tensor with the dtype of the table.
     """

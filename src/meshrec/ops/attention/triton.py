@@ -115,7 +115,6 @@ def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | N
     """Return the gradient of a bias, [len(bias)]. If ``bias`` is None, return an empty tensor.
 
     Args:
-        launch: arguments that all kernels share.
         bias: the position bias or the time bias.
         is_time: whether ``bias`` is the time bias.
     """

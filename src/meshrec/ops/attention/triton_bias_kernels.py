@@ -38,7 +38,6 @@ def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: t
     Args:
         histogram: sums before, fp32 [BUCKETS].
         tile: values to add, fp32 [BLOCK, BLOCK]; 0 where ``allowed`` is false.
-        buckets: time bucket per element, int32.
         allowed: attention mask.
         num_buckets: number of buckets that exist.
     """
@@ -70,8 +69,6 @@ def _sum_over_heads(
         rows: the queries of the tile: first query of the sample, positions within the sample's queries, mask.
         keys: the keys of the tile: first token of the sample, positions within the sample, mask.
         shared_state: values equal for all heads: bias and attention mask of the tile, ``max_length``.
-        SOFTMAX: softmax instead of SiLU weights.
-        BLOCK: tokens per block.
     """
     first_query, index, is_row = rows
     first, column, is_key = keys
@@ -125,8 +122,6 @@ def bias_gradients(
     Args:
         parts: output, initially 0. A program's part is [num_buckets] for the time bias, and
             [2, 2 max_length - 1] for the position bias.
-        SOFTMAX: softmax instead of SiLU weights.
-        BLOCK: tokens per block.
         BUCKETS: number of time buckets, padded to a power of two; 0: position bias.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks

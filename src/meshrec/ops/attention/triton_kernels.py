@@ -205,7 +205,6 @@ def tile_bias_and_mask(
     Args:
         history: sample length without targets.
         is_row: mask for valid rows.
-        times: query timestamps.
     """
     # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
@@ -239,7 +238,6 @@ def weights_and_score_grads(
         results: `BackwardInputs`; read for softmax only.
         position: index per query in the [M, H] tensors, for this head, [BLOCK].
         is_row: mask for valid rows.
-        SOFTMAX: softmax instead of SiLU weights.
     """
     if SOFTMAX:
         # The forward pass saved the log-sum-exp, so the weights need no second pass over the keys.
@@ -279,7 +277,6 @@ def key_blocks(
 
     Args:
         history: sample length without targets.
-        BLOCK: tokens per block.
     """
     # Key positions [low, high) that the mask allows for these queries, apart from targets.
     low = 0
@@ -350,7 +347,6 @@ def nth_block(n, first_range, second, num_before, third):
 
     Args:
         n: how many blocks have been visited before.
-        first_range: end of the first range, which starts at 0.
         second: start of the second range.
     """
     return tl.where(
@@ -385,8 +381,6 @@ def attend(
     Args:
         out: output [M, H, V].
         log_sums: output [M, H] for softmax.
-        SOFTMAX: softmax instead of SiLU weights.
-        BLOCK: tokens per block.
     """
     program, num_blocks = tl.program_id(0), samples.num_blocks
     head = program // num_blocks % tokens.num_heads

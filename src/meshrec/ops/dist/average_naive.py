@@ -20,7 +20,6 @@ def average_ranks(
     Args:
         mean: output [N], contiguous, float64, float32, float16 or bfloat16. May be the same tensor as one of
             ``terms``.
-        terms: R tensors with the size and dtype of ``mean``, in rank order. Empty with a link.
         link: handle of a ``HostLink``, through which the compiled kernel reads the terms from the memory of
             the other ranks' processes (comms/host_link.py). 0: no link.
         exchange: number of this exchange on the link, equal on all ranks. Not read without a link.

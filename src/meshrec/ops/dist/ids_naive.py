@@ -40,7 +40,6 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64 [N], run by run.
-        counts: ID count per run.
 
     Returns:
         The message, uint8, and the byte count per run, int64.
@@ -62,11 +61,6 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
 def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
     """Decode a message from ``pack_ids``, and return the IDs run by run.
-
-    Args:
-        message: uint8.
-        counts: ID count per run.
-        wide: return int64 instead of int32.
 
     Raises:
         ValueError: the message is too short or too long for the ID counts, or a bit width is above 63.

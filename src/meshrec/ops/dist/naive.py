@@ -100,7 +100,6 @@ def _ids_of_use(
         values: IDs [N].
         offsets: first ID index per bag, followed by N.
         bounds: first bag index per key, followed by the bag count.
-        keys: key per use.
     """
     start, end = bounds[keys[use]], bounds[keys[use] + 1]
     offsets_B1 = offsets[start : end + 1].long()
@@ -215,9 +214,7 @@ def unpack_ids(
     connects a use (a pair of feature and table) to a shard.
 
     Args:
-        received: all messages, end to end, int32.
         header: header per message, int64 [R, 4].
-        blocks: source rank per result block, in order.
         wide: whether IDs are int64.
 
     Returns:

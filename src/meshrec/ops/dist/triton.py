@@ -78,7 +78,6 @@ def _build_slots(
         values: IDs [N].
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], or None.
-        bags: bags that each use reads.
     """
     from meshrec.ops.dist import triton_kernels
 
@@ -246,10 +245,8 @@ def _bags_of_routes(
     features differ in bag counts, the counts are read from the messages, which synchronizes with the GPU.
 
     Args:
-        received: all messages, end to end, int32.
         starts: index in ``received`` where the message of each rank starts.
         batches: bags per route in the message of each rank; -1 if routes have different bag counts.
-        blocks: source rank per block.
     """
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
@@ -366,7 +363,6 @@ def _copy_sequences(
     Args:
         source: message if ``gather``, else the gradient in ID order.
         target: output. Rows in ID order if ``gather``, else the message.
-        batch: the batch, and where the exchanged rows come from.
         gather: direction of the copy; see ``source``.
     """
     from meshrec.ops.dist import triton_kernels

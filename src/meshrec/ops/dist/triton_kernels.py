@@ -65,14 +65,10 @@ def count_ids(
     With CHECK, an ID outside the table or a NaN weight sets ``is_bad``.
 
     Args:
-        routes: ``ROUTE_FIELDS`` per route, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
-        lengths: output: IDs per slot, int32.
-        num_bad: output: IDs outside the table, per use, int64.
         is_bad: output flag, int32 [1].
-        BLOCK: bags per program.
     """
     # A program handles a route and a range of bags.
     fields = routes + tl.program_id(1) * _FIELDS
@@ -117,14 +113,9 @@ def write_header(
     """Write the header of every message, and the ID count of every route.
 
     Args:
-        routes: ``ROUTE_FIELDS`` per route, int64.
-        ranks: ``RANK_FIELDS`` per rank, int64.
         starts: ID count before every slot, int64.
         is_bad: input flag, int32 [1].
         header: output, int64 [R, 4].
-        counts: output: IDs per route, int64.
-        words_per_id: int32 words per ID, including a weight.
-        BLOCK: lanes per program.
     """
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < num_routes
@@ -166,17 +157,12 @@ def write_messages(
     """Write the IDs on every route to the message for the rank of the route.
 
     Args:
-        routes: ``ROUTE_FIELDS`` per route, int64.
-        ranks: ``RANK_FIELDS`` per rank, int64.
         starts: ID count before every slot, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         weights: fp32 [N], read if WEIGHTED.
         capacity: maximum number of IDs in ``words``.
-        words: output: all messages, int32.
-        words_per_id: int32 words per ID, including a weight.
         WIDE: whether IDs are int64.
-        BLOCK: bags per program.
     """
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
@@ -241,11 +227,7 @@ def unpack_messages(
     Args:
         blocks: int64 [n, 6] per message: first length word, number of bags, first ID word, number of IDs,
             first bag and first ID in the result.
-        received: all messages, end to end, int32.
-        lengths: output, int32.
-        weights: output, fp32.
         WIDE: whether IDs are int64.
-        BLOCK: elements per program.
     """
     fields = blocks + tl.program_id(1) * 6
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -305,14 +287,11 @@ def gather_columns(
         parts: int64 [number of parts, 3]: source, first column in the source, and the use by whose bag
             lengths to divide (-1: none).
         first_columns: int64 [S + 1]: number of columns in the sources before each source.
-        received: pooled rows from all ranks, flat.
         local: pooled rows from tables on this rank, [B, local_dim].
         offsets: first ID index per bag, followed by N; read if MEANS.
         first_bags: first bag per use, read if MEANS.
         out: output, fp32 [B, out_dim].
         num_sources: rank count; also the source number for ``local``.
-        ROWS: rows per program.
-        BLOCK: columns per program.
     """
     # A program handles a column group and a range of rows.
     group = groups + tl.program_id(1) * 4
@@ -375,11 +354,8 @@ def scatter_columns(
         grad: fp32 [B, out_dim].
         offsets: first ID index per bag, followed by N; read if MEANS.
         first_bags: first bag per use, read if MEANS.
-        sent: output for the ranks, flat.
         local: output for tables on this rank, fp32 [B, local_dim].
         num_sources: rank count; also the source number for ``local``.
-        ROWS: rows per program.
-        BLOCK: columns per program.
     """
     # A program handles a piece and a range of rows.
     piece = pieces + tl.program_id(1) * 5
@@ -424,7 +400,6 @@ def copy_sequences(
 
     Args:
         lookups: int64 [L, 6]: ``SEQUENCE_FIELDS``.
-        routes: ``ROUTE_FIELDS`` per route, int64.
         starts: ID count before every slot, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
@@ -470,14 +445,10 @@ def sum_weight_grads(
 
     Args:
         keys: int64 [., 2]: first entry in ``routes_of_keys``, number of routes.
-        routes_of_keys: route numbers, key by key, int64.
-        routes: ``ROUTE_FIELDS`` per route, int64.
         starts: ID count before every slot, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
-        received: a value per ID that was sent, fp32.
         out: output, fp32 [N], zeros.
-        BLOCK: bags per program.
     """
     # A program handles a key and a range of bags.
     key = keys + tl.program_id(1) * 2

@@ -97,7 +97,6 @@ class _BlockRanges(NamedTuple):
         """Return the part of a flat tensor that belongs to the block, [N, ``row_size``], as a view.
 
         Args:
-            flat: values or message, 1-D.
             row_size: elements or bytes per row.
             start: position at which the block starts.
         """
@@ -113,10 +112,8 @@ def block_ranges(
     The blocks have C columns in total, numbered across all blocks.
 
     Args:
-        row_counts: row count per block.
         first_columns: number of every block's first column, followed by C.
         widths: number of values per row, for every column.
-        formats: wire format per column.
 
     Raises:
         ValueError: the lists do not fit together.
@@ -157,7 +154,6 @@ def wire_encode(
     """Encode the rows of all blocks as a message; see the module docstring for the format.
 
     Args:
-        values: fp32, flat, block by block.
         row_counts: row count per block; [B].
         first_columns: first column per block, followed by C; [B + 1].
         widths: values per row and column; [C].
@@ -215,7 +211,6 @@ def wire_decode(
     """Decode a message from ``wire_encode`` into fp32 values, flat.
 
     Args:
-        message: uint8, flat.
         row_counts: row count per block; [B].
         first_columns: first column per block, followed by C; [B + 1].
         widths: values per row and column; [C].
@@ -270,7 +265,6 @@ class Noise(NamedTuple):
         Args:
             scale: fp32 [N].
             midpoint: fp32 [N].
-            dim: values per row.
         """
         # Two 64-bit hashes per row, then a 32-bit hash per value, which vectorizes better.
         low = self._row_bits(_float_bits(scale))

@@ -30,9 +30,6 @@ def _row_bits(start, key, column):
     """Return 32 pseudo-random bits per row, as ``wire_naive.Noise._row_bits`` does.
 
     Products wrap as uint64 would.
-
-    Args:
-        column: bits of the scale, or bits of the midpoint plus 2^32, as an integer.
     """
     x = key * -7046029254386353131 + column * -4417276706812531889 + start
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -47,7 +44,6 @@ def _noise(low, high, columns):
     Args:
         low: result of ``_row_bits`` for the scale.
         high: result of ``_row_bits`` for the midpoint.
-        columns: whole-table column of every value.
     """
     x = (columns * 0x9E3779B9 + low) & 0xFFFFFFFF
     x = x ^ (x >> 16)
@@ -87,16 +83,12 @@ def encode_rows(
     """Encode a row in a column.
 
     Args:
-        values: fp32, flat.
-        message: output, uint8.
         report: output, int64 [2]: number of rows with non-finite values, and position of the first such row.
         keys: row key per row, int64, or None.
         first_element: position in ``values`` at which the column starts.
         first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
-        dim: values per row.
         first_key: key of row 0, without ``keys``.
-        origin: whole-table column at which the column starts.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -201,12 +193,9 @@ def decode_rows(
     """Decode a row in a column.
 
     Args:
-        message: uint8.
-        values: output, fp32, flat.
         first_byte: position in ``message`` at which the column starts.
         row_bytes: bytes between rows.
         first_element: position in ``values`` at which the column starts.
-        dim: values per row.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

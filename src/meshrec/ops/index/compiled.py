@@ -95,7 +95,6 @@ class CompiledIndex:
 
         Args:
             max_slots: maximum slot count, below 2^32.
-            seed: seed for the hash that spreads IDs over buckets.
         """
         self.seed = seed
         shard_bits = min(_MAX_SHARD_BITS, (max_slots // _SLOTS_PER_SHARD).bit_length() - 1)
@@ -230,7 +229,6 @@ class CompiledIndex:
         """Return the C arguments with which ``assign`` inserts IDs into this index.
 
         Args:
-            ids_N: int64, contiguous.
             slots_N: slot per ID, -1 if it has none, int64, contiguous. The kernel replaces every -1.
             results: output buffer, int64 [3, number of IDs without a slot]. The kernel writes a column per
                 distinct inserted ID: the ID as inserted, the slot, and the number of occurrences.
@@ -262,7 +260,6 @@ class CompiledIndex:
         """Allocate tensors for another capacity, copy the contents, and switch to them.
 
         Args:
-            bucket_capacity: buckets per shard.
             reserved: only reserve address space. Where the system cannot, return False and change nothing.
         """
         header, buckets, tags, free = self.memory

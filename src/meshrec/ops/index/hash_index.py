@@ -169,12 +169,7 @@ class HashIndex:
         return integers_N.contiguous()
 
     def _raise_for_status(self, status: Status, given_N: Tensor) -> Tensor:
-        """Raise the exception for a failed call. Never returns.
-
-        Args:
-            status: why the call changed nothing.
-            given_N: the IDs or slots that were passed to the call, to find those to name in the message.
-        """
+        """Raise the exception for a failed call. Never returns."""
         if status is Status.NO_MEMORY:
             raise MemoryError(f"{self.name}: there is no memory for {len(given_N):,} IDs.")
         if status is Status.NOT_ASCENDING:

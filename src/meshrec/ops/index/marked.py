@@ -17,7 +17,6 @@ def marked_range(values_N: Tensor, marks_N: Tensor | None) -> Tensor:
     If no value is marked: the largest int64, the smallest int64, and 0.
 
     Args:
-        values_N: int32 or int64.
         marks_N: whether a value is marked, bool; None: all are.
     """
     selected = _marked_values(values_N, marks_N)
@@ -32,9 +31,7 @@ def marked_histogram(values_N: Tensor, marks_N: Tensor | None, base: int, shift:
     A radix select calls it once per digit. Values whose digit is outside [0, size) are skipped.
 
     Args:
-        values_N: int32 or int64.
         marks_N: whether a value is marked, bool; None: all are.
-        base: any value with digit 0.
 
     Returns:
         Number of marked values per digit, int64 [size].
@@ -49,7 +46,6 @@ def marked_between(values_N: Tensor, marks_N: Tensor | None, min_value: int, max
     """Return the indices of the marked values in [min_value, max_value], ascending, int64.
 
     Args:
-        values_N: int32 or int64.
         marks_N: whether a value is marked, bool; None: all are.
         min_value: lower bound, inclusive.
         max_value: upper bound, inclusive.

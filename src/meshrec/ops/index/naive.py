@@ -24,7 +24,6 @@ def mix(ids_N: Tensor, seed: int) -> Tensor:
     The splitmix64 finalizer: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
 
     Args:
-        ids_N: int64.
         seed: any integer; only the low 64 bits matter.
 
     Returns:
@@ -64,12 +63,7 @@ def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Return ``mix(ids_N, seed)``, or with ``inverse``, ``unmix(ids_N, seed)``. Reference for the kernel.
-
-    Args:
-        ids_N: int64.
-        seed: any int64.
-    """
+    """Return ``mix(ids_N, seed)``, or with ``inverse``, ``unmix(ids_N, seed)``. Reference for the kernel."""
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
 
@@ -90,7 +84,6 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     [Note: the hash index] in csrc/index/shard.h describes the memory layout.
 
     Args:
-        ids_N: int64.
         seed: index seed.
     """
     header, buckets = memory[0], memory[1].flatten()
@@ -130,10 +123,8 @@ def index_mix_parts(ids_N: Tensor, starts: list[int], ends: list[int], seeds: li
     """Hash the IDs in some spans with a seed per span, and copy the IDs outside the spans.
 
     Args:
-        ids_N: int64.
         starts: start position per span, ascending.
         ends: end position per span, exclusive.
-        seeds: mix seed per span.
     """
     mixed = ids_N.clone()
     for start, end, seed in zip(starts, ends, seeds, strict=True):
@@ -159,7 +150,6 @@ def index_find_parts(
     Args:
         memory: four tensors per index, see ``index_find``.
         seeds: seed per index.
-        ids_N: int64.
         starts: start position per span, ascending.
         ends: end position per span, exclusive.
         indexes: number of the index to search, per span.

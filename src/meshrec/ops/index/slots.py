@@ -70,7 +70,6 @@ def fill_slots(parts: list[Tensor], slots: list[Tensor], values: list[int]) -> N
     """Set the rows at some slots to a value, in several tensors. Reference for the kernel.
 
     Args:
-        parts: contiguous tensors with a row per slot.
         slots: rows to fill in each tensor, int64 [N]; may repeat.
     """
     for part, part_slots, value in zip(parts, slots, values, strict=True):
@@ -124,7 +123,6 @@ def first_left(
     Args:
         scores: candidate scores when the list was built, int32 or int64 [N], for each list.
         slots: slots of the candidates, int64 [N], for each list.
-        scores_now: present score per slot, same dtype, for each list.
         alive: whether a slot holds a live row, bool; may be longer than ``scores_now``.
         used: slots that the batch uses, int64; may repeat.
         limits: maximum number of rows to select, for each list.

@@ -15,10 +15,6 @@ from meshrec.ops.library import implement
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
     """Return the dense vector of each sample, followed by the dot product for each vector pair.
 
-    Args:
-        dense_BD: vector 0 of each sample.
-        sparse_BFD: vectors 1 to F of each sample, F > 0.
-
     Returns:
         [B, D + P]; the pairs are in the order (0, 1), (0, 2), ... (0, F), (1, 2), ...
     """

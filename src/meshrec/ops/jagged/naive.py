@@ -19,9 +19,6 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
     """Return the cumulative sums of the bag lengths, with a leading 0.
 
-    Args:
-        lengths_B: bag lengths, int32 or int64.
-
     Returns:
         Offsets [B+1] in the same dtype. Bag ``b`` holds the IDs ``offsets[b]`` to ``offsets[b+1]``
             (exclusive).
@@ -58,8 +55,6 @@ def permute_jagged(
     """Return the bags for key ``order[0]``, then for key ``order[1]``, etc. Keys may be omitted or repeated.
 
     Args:
-        order: M keys, each from 0 to K - 1.
-        lengths_B: bag lengths, int32 or int64.
         values_N: any dtype; may have trailing dimensions.
         weights_N: any dtype and trailing dimensions, or None.
         num_bags: number of bags in the result. B if each key occurs once.

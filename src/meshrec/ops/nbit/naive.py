@@ -42,8 +42,6 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     """Quantize ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``.
 
     Args:
-        weight: fp32, fp16 or bf16.
-        bits: bits per code: 8, 4 or 2.
         params: scale and bias per row, fp16 ``[rows, 2]``. None: compute them as FBGEMM does.
 
     Raises:
@@ -96,7 +94,6 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
-        bits: bits per code.
     """
     if dim < 1:
         raise ValueError(f"rows have at least one number, got dim {dim}. Give the width they were made with.")
@@ -133,7 +130,6 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
     """Raise ValueError unless the rows in each table are as wide as the features that read it.
 
     Args:
-        weights: rows per table.
         bits: bits per code for each table; 0 for a floating-point table.
     """
     if len(bits) != len(weights):
@@ -159,7 +155,6 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
     Args:
         rows: uint8 ``[rows, row_bytes(D, bits)]``.
-        bits: bits per code.
 
     Returns:
         Codes, one per byte, uint8 ``[rows, D]``; and scale and bias per row, fp16 ``[rows, 2]``.
@@ -180,7 +175,6 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
     Args:
         codes: codes, a byte per value, uint8 ``[rows, D]``.
         params: scale and bias per row, fp16 ``[rows, 2]``.
-        bits: bits per code.
     """
     num_rows, dim = codes.shape
     # Codes never cross a byte boundary.
@@ -197,12 +191,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values.
-
-    Args:
-        bits: bits per code.
-        dim: values per row.
-    """
+    """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values."""
     _check_bits(bits)
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes(dim, bits):
         raise ValueError(

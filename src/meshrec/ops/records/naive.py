@@ -170,7 +170,6 @@ def cache_victims(counts: Tensor, pins: Tensor, hand: int, num_victims: int) -> 
     Args:
         counts: reference count per slot, uint8. Modified in place.
         pins: pin count per slot, int32. A slot with pins is in use and must not be evicted.
-        hand: slot at which the hand stands.
 
     Returns:
         Selected slots in hand order; fewer than ``num_victims`` if all other slots are pinned; and the new

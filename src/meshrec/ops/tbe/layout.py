@@ -121,9 +121,6 @@ class FeaturePiece(NamedTuple):
     def view_of(self, output: Tensor, dim: int) -> Tensor:
         """Return a view of the rows in the output (or in the output gradient) that belong to this piece.
 
-        Args:
-            output: the whole lookup output, or a gradient with the same shape.
-
         Returns:
             ``[bags, dim]``, or ``[ids, dim]`` for a feature without pooling.
         """

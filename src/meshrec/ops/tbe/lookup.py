@@ -168,10 +168,7 @@ class _FusedLookup(torch.autograd.Function):
         Args:
             anchor: empty tensor that requires a gradient, so that autograd calls ``backward`` although the
                 weights are not autograd inputs. Never gets a gradient.
-            per_sample_weights: the weights in ``lookups``, as a separate input so that they get a gradient.
             weights: ``[rows, D]`` per table.
-            dense_tables: numbers of the tables that get ordinary dense gradients instead of an update.
-            dense_weights: the weights of the ``dense_tables``, as separate inputs so that they get gradients.
         """
         # Not saved for backward, because the update intentionally modifies the weights in place. Other
         # in-place writes are detected by comparing versions, as torch does for saved tensors.

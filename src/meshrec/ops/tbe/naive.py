@@ -233,7 +233,6 @@ def clamp_ids(
             count. None: there is a single block, and all keys have the same number of bags.
         keys: key read by every feature, [F].
         tables: table read by every feature, [F].
-        num_rows: row count per table.
 
     Returns:
         A copy of the IDs with the replacements, and the number of replaced IDs per feature, int64 [F].

@@ -30,7 +30,6 @@ def update_rows(
         weight: the table or a shard of it, [num_rows, D], fp32, fp16 or bf16.
         state: optimizer state, an fp32 tensor per slot: [num_rows, D] or [num_rows].
         rows_U: the rows to update, int64, without repeats.
-        gradient_UD: gradient per row, summed over the batch, fp32.
         stats_U3: sums of squares over whole rows, see `RowSum`, fp32, for a table sharded by columns. None:
             ``weight`` has whole rows, and the formula computes the sums.
         optimizer: optimizer code, the index in ``formulas.FORMULAS``.
@@ -96,11 +95,6 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     bf16 drops the low 16 bits of an fp32 value: add 16 random bits to them, then truncate. fp16 drops 13 bits
     and works likewise, for magnitudes from 2^-14 to 65504 (normal numbers). All other values (fp16
     subnormals, overflow, inf, NaN) are rounded to nearest.
-
-    Args:
-        x: fp32.
-        dtype: bf16 or fp16.
-        bits: 16 random bits per element, int64.
     """
     # The fp32 bit patterns as unsigned integers in int64.
     raw = x.view(torch.int32).long() & 0xFFFFFFFF

@@ -57,9 +57,7 @@ def look_up(
     """Look up rows in floating-point or quantized tables, and pool the rows in each bag.
 
     Args:
-        weights: floating-point rows per table, or encoded rows as in ``ops.nbit``.
         bits: bits per quantized value, for each table; 0 for floating-point rows.
-        batch: the batch, and the table that each feature reads.
         out_size: number of output rows (2-D) or elements (flat).
         check_ids: whether to check offsets, IDs and per-sample weights.
 
@@ -154,9 +152,6 @@ class _Entries(NamedTuple):
         A run is a sequence of entries with the same row. The entries are divided into parts of equal length.
         If a run continues from an earlier part, the result row of a part is the sum over the run's entries in
         this part. All other result rows are uninitialized. See ``triton_kernels.sum_parts``.
-
-        Args:
-            fields: ``triton_kernels.TABLE_FIELDS`` per table.
         """
         from meshrec.ops.tbe import triton_kernels
 
@@ -192,9 +187,6 @@ def _make_entries(
 
     Args:
         lookups: the lookups to include; others become padding.
-        table_fields: ``triton_kernels.TABLE_FIELDS`` per table.
-        num_rows: row count per table.
-        runs: ``tbe_row_squares`` result for the same batch, to skip the sort.
     """
     from meshrec.ops.tbe import triton_kernels
 
@@ -485,10 +477,7 @@ def _table_fields(
     """Return ``triton_kernels.TABLE_FIELDS`` for each table, int64 [T, 7] on the device.
 
     Args:
-        weights: weight address per table.
         slots: state addresses: a list per state slot, with an address per table; at most 2 slots.
-        widths: row width per table.
-        num_rows: row count per table.
         origins: whole-table row and column where each weight starts; empty: 0, 0.
     """
     zeros = [0] * len(weights)

@@ -124,15 +124,11 @@ def look_up(
     the table or has a NaN weight, and skip such rows.
 
     Args:
-        lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        addresses: weight address per table, int64.
-        num_rows: row count per table, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
         is_bad: flag, int32 [1], used if CHECK. With 1 (invalid offsets), the kernel writes no rows.
         BITS: bits per code; 0 for floating-point rows.
-        BAGS: bags per program.
     """
     fields = lookups + tl.program_id(1) * 7
     if tl.program_id(0) * BAGS >= tl.load(fields + 3):
@@ -203,18 +199,9 @@ def list_entries(
     at index ``i`` in ``ids`` gets the entry at index ``round * N + i``.
 
     Args:
-        lookups: ``LOOKUP_FIELDS`` per lookup, int64.
-        rounds: round number per lookup.
-        tables: ``TABLE_FIELDS`` per table, int64.
         ids: IDs [N].
         offsets: first ID index per bag, followed by N.
         sample_weights: fp32 [N], read if WEIGHTED.
-        rows: output: row per entry, numbered across all tables.
-        starts: output: first gradient element per entry.
-        factors: output: gradient factor per entry.
-        tables_of: output: table per entry.
-        BAGS: bags per program.
-        IDS: IDs per bag in a loop iteration.
     """
     lookup = tl.program_id(1)
     fields = lookups + lookup * 7
@@ -255,7 +242,6 @@ def run_starts(rows, num_entries, end_of_rows, RUNS: tl.constexpr):
 
     Args:
         rows: row per entry, ascending.
-        RUNS: entries per program.
     """
     # int64, because there may be more than 2^31 entries.
     entry = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
@@ -331,12 +317,8 @@ def sum_parts(
     A row read by every sample is thus summed by many programs in parallel.
 
     Args:
-        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry number per element in ``rows``.
-        tables: ``TABLE_FIELDS`` per table, int64.
         parts: output, fp32 [parts, BLOCK].
-        PARTS: parts per program.
     """
     # Part 0 has no previous part, so program 0 starts with part 1.
     part = tl.program_id(0).to(tl.int64) * PARTS + tl.arange(0, PARTS) + 1
@@ -376,14 +358,11 @@ def load_run_sums(
     An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
 
     Args:
-        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry number per element in ``rows``.
         at: positions of this program's entries in sorted order, int64 [RUNS].
         row: row per entry, [RUNS].
         first: whether a run starts at the entry, [RUNS]. If not, the result is 0.
         width: row width per entry, [RUNS].
-        RUNS: entries per program.
     """
     total = _sum_part(
         grad, rows, order, starts, factors, at, row, first, num_entries, width, ALIGN, RUNS, BLOCK
@@ -428,12 +407,9 @@ def write_run_sums(
     row's position. Otherwise it is written at the position ``run_ids``.
 
     Args:
-        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry number per element in ``rows``.
         tables: ``TABLE_FIELDS`` per table, int64; the state slot addresses are those of the outputs.
         run_ids: run number within the table, for every sorted entry. Not read with DENSE.
-        RUNS: entries per program.
     """
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     # No run starts here: another program sums these entries.

@@ -270,13 +270,8 @@ def update_runs(
     An entry is an ID read by a feature. A run is a sequence of sorted entries with the same row.
 
     Args:
-        grad: gradient, flat, fp32.
         rows: row per entry, ascending.
-        order: entry number per element in ``rows``.
-        tables: ``TABLE_FIELDS`` per table, int64.
         row_stats: sums of squares over whole rows, by entry number, fp32 [E, 3]; read if STATS.
-        hyper: float64: the ``Hyper`` fields in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
-        RUNS: entries per program.
     """
     at, row, first = run_starts(rows, num_entries, end_of_rows, RUNS)
     if tl.max(first.to(tl.int32), 0) == 0:

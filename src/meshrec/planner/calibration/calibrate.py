@@ -196,7 +196,6 @@ def _seconds(
     Args:
         call: collective to time.
         elements: number of fp32 values in the message.
-        group: process group, which starts every call together.
     """
     times = []
     for _ in range(_CALLS + 1):

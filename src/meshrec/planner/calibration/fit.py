@@ -108,7 +108,6 @@ def _fallback_reason(base: HardwareProfile, name: str, fitted: float | None, par
     """Explain to the user why a cost was not fitted, and how to measure it.
 
     Args:
-        base: profile that provides the value instead.
         fitted: value which the trials suggested; None if no measured phase depends on the cost.
         part: fraction of the cost's time in `base` that is used; below 1 if `fit` had to reduce it.
     """

@@ -249,7 +249,6 @@ def padded(
         lengths: bag lengths [B].
         offsets: bag boundaries [B + 1].
         desired_length: T; None: the longest bag.
-        padding_value: fill value.
     """
     longest = 0
     if desired_length is not None:

@@ -163,13 +163,7 @@ def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list
 def regrouped_values(
     values: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]], dim: int
 ) -> list[Tensor]:
-    """Return a tensor per group, concatenated from the inputs' slices.
-
-    Args:
-        keys: slice names per input.
-        lengths: slice sizes per input.
-        groups: keys per group.
-    """
+    """Return a tensor per group, concatenated from the inputs' slices."""
     # If several inputs have a key, the last one counts.
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):

@@ -60,11 +60,7 @@ def sums_of(counts: list[int], groups: list[int]) -> list[int]:
 
 
 def reordered(order: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Permute variable-length segments. Differentiable.
-
-    Args:
-        counts: rows per segment.
-    """
+    """Permute variable-length segments. Differentiable."""
     segments = order.long()
     starts, sizes = to_offsets(counts.long())[:-1][segments], counts.long()[segments]
     ends = to_offsets(sizes)
@@ -83,10 +79,8 @@ def permuted_segments(
     """Return values, weights and lengths for the selected keys.
 
     Args:
-        indices: keys to select, in order.
         values: values [N, ...], key-major.
         weights: weight per value, or None.
-        counts: values per key.
         bags: index of every key's first bag, followed by the number of bags.
     """
     if len(indices) == 0:
@@ -111,7 +105,6 @@ def split_by_key(
     """Return lengths and offsets per key.
 
     Args:
-        strides: bags per key.
         compute_offsets: whether to compute offsets; otherwise the second list is empty.
     """
     parts = list(torch.split(lengths, strides))
