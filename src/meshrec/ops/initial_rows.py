@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrec.ops import operators
 from meshrec.ops.index.naive import mix
-from meshrec.ops.library import implement
+from meshrec.ops.library import implement, register_fakes
 
 # Shape legend: N IDs, D columns, S slots.
 
@@ -84,14 +84,9 @@ def value_spacing(low: float, high: float) -> float:
 
 
 implement([first_rows, begin_rows])
-
-
-def _fake(
-    ids: Tensor, seed: int, low: float, step: float, c0: int | torch.SymInt, c1: int | torch.SymInt
-) -> Tensor:
-    """Return the result shape of ``first_rows``, for tracing."""
-    return ids.new_empty([ids.shape[0], c1 - c0], dtype=torch.float32)
-
-
-torch.library.register_fake("meshrec::first_rows", _fake)
-torch.library.register_fake("meshrec::begin_rows", lambda *arguments: None)
+register_fakes(
+    first_rows=lambda ids, seed, low, step, c0, c1: ids.new_empty(
+        [ids.shape[0], c1 - c0], dtype=torch.float32
+    ),
+    begin_rows=lambda *_: None,
+)

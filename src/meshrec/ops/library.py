@@ -76,6 +76,17 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
     _implementations.append(library)
 
 
+def register_fakes(**fakes: Callable[..., object]) -> None:
+    """Register functions that return the output shapes for tracing (fake kernels), by operator name."""
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"meshrec::{name}", fake)
+
+
+def dynamic_size() -> Any:
+    """Return a symbolic size for a data-dependent dimension. Called by fake kernels."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
 def c_entry_points() -> ctypes.CDLL | None:
     """Return the compiled library for calls to C functions without tensors. None without kernels."""
     # The system returns the library that torch has already loaded, with the same global state.

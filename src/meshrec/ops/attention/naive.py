@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.library import implement
+from meshrec.ops.library import implement, register_fakes
 
 BUCKET_WIDTH = 0.301
 """Width of a time bucket on a logarithmic scale: bucket k starts at e^(0.301 k) = 1.35^k seconds."""
@@ -229,8 +229,7 @@ def _fake_grad(
     return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), *biases)
 
 
-torch.library.register_fake("meshrec::jagged_attention", _fake)
-torch.library.register_fake("meshrec::jagged_attention_grad", _fake_grad)
+register_fakes(jagged_attention=_fake, jagged_attention_grad=_fake_grad)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -4,11 +4,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.interaction import (
-    autograd,  # noqa: F401 - registers the gradient
-    fakes,  # noqa: F401 - registers the shapes
-    naive,
-)
+from meshrec.ops.interaction import naive
 
 __all__ = ["dot_interaction"]
 

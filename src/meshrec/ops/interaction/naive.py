@@ -6,10 +6,13 @@ vector. Shape legend: B samples, F sparse vectors per sample, D vector width, V 
 P = V (V - 1) / 2 pairs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from meshrec.ops.library import implement
+from meshrec.ops import operators
+from meshrec.ops.library import implement, register_fakes
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
@@ -58,4 +61,28 @@ def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
     return pairs[0], pairs[1]
 
 
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    # The backward pass recomputes the products, which need more memory than the inputs.
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    dense_grad, sparse_grad = operators.dot_interaction_grad(grad, *ctx.saved_tensors)
+    return dense_grad, sparse_grad
+
+
+def _fake(dense: Tensor, sparse: Tensor) -> Tensor:
+    num_sparse = sparse.shape[1]
+    return dense.new_empty(dense.shape[0], dense.shape[1] + num_sparse * (num_sparse + 1) // 2)
+
+
 implement([dot_interaction, dot_interaction_grad])
+# Shapes for tracing, and the gradient, shared by all kernels.
+register_fakes(
+    dot_interaction=_fake,
+    dot_interaction_grad=lambda grad, dense, sparse: (
+        dense.new_empty(dense.shape),
+        sparse.new_empty(sparse.shape),
+    ),
+)
+torch.library.register_autograd("meshrec::dot_interaction", _backward, setup_context=_setup_context)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.library import implement
+from meshrec.ops.library import implement, register_fakes
 
 _LENGTH_DTYPES = (torch.int32, torch.int64)
 
@@ -160,11 +160,6 @@ implement([lengths_to_offsets, permute_jagged])
 # Shapes for tracing, and gradients, shared by all kernels.
 
 
-def _fake_lengths_to_offsets(lengths: Tensor) -> Tensor:
-    """Return the result shape of ``lengths_to_offsets``, for tracing."""
-    return lengths.new_empty(lengths.numel() + 1)
-
-
 def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result shapes of ``permute_jagged``, for tracing."""
     lengths, values, weights, _, num_bags, num_values = arguments
@@ -175,11 +170,10 @@ def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tu
     )
 
 
-for _name, _fake in (
-    ("lengths_to_offsets", _fake_lengths_to_offsets),
-    ("permute_jagged", _fake_permute_jagged),
-):
-    torch.library.register_fake(f"meshrec::{_name}", _fake)
+register_fakes(
+    lengths_to_offsets=lambda lengths: lengths.new_empty(lengths.numel() + 1),
+    permute_jagged=_fake_permute_jagged,
+)
 
 
 def _permute_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshrec.ops.index.naive import index_find, mix
 from meshrec.ops.initial_rows import first_rows
-from meshrec.ops.library import implement
+from meshrec.ops.library import implement, register_fakes
 from meshrec.ops.nbit import naive as nbit
 from meshrec.ops.tbe import Lookups
 
@@ -270,22 +270,7 @@ def _find_rows_and_added(
 
 
 implement([keyed_forward, hashed_forward])
-
-
-# Shapes for tracing.
-
-
-def _fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """Return the result shape of ``keyed_forward``, for tracing."""
-    lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
-    return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
-
-
-def _fake_hashed(weights: list[Tensor], bits: list[int], *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``hashed_forward``, for tracing."""
-    out = _fake(weights, bits, *arguments)
-    return out, torch.empty(1, dtype=torch.int64)
-
-
-torch.library.register_fake("meshrec::keyed_forward", _fake)
-torch.library.register_fake("meshrec::hashed_forward", _fake_hashed)
+register_fakes(
+    keyed_forward=nbit.forward_fake,
+    hashed_forward=lambda *arguments: (nbit.forward_fake(*arguments), torch.empty(1, dtype=torch.int64)),
+)

@@ -14,9 +14,9 @@ scale)``, clamped and rounded to nearest even.
 from typing import Any, NoReturn
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
-from meshrec.ops.library import implement
+from meshrec.ops.library import implement, register_fakes
 from meshrec.ops.tbe import Lookups
 from meshrec.ops.tbe import naive as tbe
 
@@ -206,24 +206,7 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"rows are quantised to 8, 4 or 2 bits, got {bits}.")
 
 
-implement([nbit_quantize, nbit_dequantize, nbit_forward])
-
-
-# Shapes for tracing, and the refusal to train.
-
-
-def _quantize_fake(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
-    """Return the result shape of ``nbit_quantize``, for tracing."""
-    num_rows, dim = weight.shape
-    return weight.new_empty([num_rows, row_bytes(dim, bits)], dtype=torch.uint8)
-
-
-def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
-    """Return the result shape of ``nbit_dequantize``, for tracing."""
-    return rows.new_empty([rows.shape[0], dim], dtype=torch.float32)
-
-
-def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+def forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
     """Return the result shape of ``nbit_forward``, for tracing."""
     lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
     return lookups.values.new_empty(lookups.output_shape(out_size), dtype=out_dtype)
@@ -237,10 +220,12 @@ def _raise_no_gradient(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-for _name, _fake in (
-    ("nbit_quantize", _quantize_fake),
-    ("nbit_dequantize", _dequantize_fake),
-    ("nbit_forward", _forward_fake),
-):
-    torch.library.register_fake(f"meshrec::{_name}", _fake)
+implement([nbit_quantize, nbit_dequantize, nbit_forward])
+register_fakes(
+    nbit_quantize=lambda weight, bits, params: weight.new_empty(
+        [weight.shape[0], row_bytes(weight.shape[1], bits)], dtype=torch.uint8
+    ),
+    nbit_dequantize=lambda rows, bits, dim: rows.new_empty([rows.shape[0], dim], dtype=torch.float32),
+    nbit_forward=forward_fake,
+)
 torch.library.register_autograd("meshrec::nbit_forward", _raise_no_gradient)

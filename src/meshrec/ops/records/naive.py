@@ -9,12 +9,12 @@ records and zero padding. Reads and writes transfer whole blocks, because a disk
 import os
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.library import implement
+from meshrec.ops.library import dynamic_size, implement, register_fakes
 
 # Shape legend: N keys.
 
@@ -201,30 +201,13 @@ def _as_bytes(part: Tensor) -> Tensor:
 
 
 implement([records_read, records_write, cache_used, cache_victims])
-
-
-# Shapes for tracing.
-
-
-def _fake_transfer(file: int, layout: list[int], keys: Tensor, *_: Any) -> Tensor:
-    """Return the result shape of ``records_read`` and ``records_write``, for tracing."""
-    return keys.new_empty(torch.library.get_ctx().new_dynamic_size(), 2)
-
-
-def _fake_cache_used(slots: Tensor, stamps: Tensor, batch: int) -> Tensor:
-    """Return the result shape of ``cache_used``, for tracing."""
-    return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
-
-
-def _fake_cache_victims(counts: Tensor, pins: Tensor, hand: int, number: int) -> tuple[Tensor, int]:
-    """Return the result shape of ``cache_victims``, for tracing. The hand does not move."""
-    return counts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64), hand
-
-
-for _name, _fake in (
-    ("records_read", _fake_transfer),
-    ("records_write", _fake_transfer),
-    ("cache_used", _fake_cache_used),
-    ("cache_victims", _fake_cache_victims),
-):
-    torch.library.register_fake(f"meshrec::{_name}", _fake)
+register_fakes(
+    records_read=lambda file, layout, keys, *_: keys.new_empty(dynamic_size(), 2),
+    records_write=lambda file, layout, keys, *_: keys.new_empty(dynamic_size(), 2),
+    cache_used=lambda slots, stamps, batch: slots.new_empty(dynamic_size()),
+    # The hand does not move.
+    cache_victims=lambda counts, pins, hand, number: (
+        counts.new_empty(dynamic_size(), dtype=torch.int64),
+        hand,
+    ),
+)

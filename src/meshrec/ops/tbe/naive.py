@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops import operators
-from meshrec.ops.library import implement
+from meshrec.ops.library import dynamic_size, implement, register_fakes
 from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import (
     MEAN,
@@ -432,41 +432,15 @@ def _sparse_grad_fake(grad: Tensor, *arguments: Any) -> list[Tensor]:
     """Return the result shapes of ``tbe_sparse_grad``, for tracing."""
     lookups, (num_rows,) = Lookups.split(arguments)
     values, tables, dims = lookups.values, lookups.tables, lookups.dims
-    context = torch.library.get_ctx()
     result: list[Tensor] = []
     for table in range(len(num_rows)):
         # The number of touched rows depends on the IDs, so it is a symbol in the traced graph.
         read = table in tables
-        num_touched = context.new_dynamic_size() if read else 0
+        num_touched = dynamic_size() if read else 0
         dim = dims[tables.index(table)] if read else 0
         result.append(values.new_empty([num_touched], dtype=torch.int64))
         result.append(grad.new_empty([num_touched, dim], dtype=torch.float32))
     return result
-
-
-def _row_squares_fake(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result shapes of ``tbe_row_squares``, for tracing."""
-    context, num_tables = torch.library.get_ctx(), len(args[-1])
-    squares = grad.new_empty([context.new_dynamic_size()], dtype=torch.float32)
-    counts = torch.empty([num_tables], dtype=torch.int64)
-    return squares, counts, grad.new_empty([context.new_dynamic_size()], dtype=torch.int64)
-
-
-def _dense_grad_fake(grad: Tensor, weights: list[Tensor], *args: Any) -> list[Tensor]:
-    """Return the result shapes of ``tbe_dense_grad``, for tracing."""
-    return [weight.new_empty(weight.shape) for weight in weights]
-
-
-def _sample_weight_grad_fake(grad: Tensor, weights: list[Tensor], values: Tensor, *args: Any) -> Tensor:
-    """Return the result shape of ``tbe_sample_weight_grad``, for tracing."""
-    return values.new_empty(values.shape, dtype=torch.float32)
-
-
-def _clamp_ids_fake(
-    values: Tensor, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: list[int], *args: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the result shapes of ``clamp_ids``, for tracing."""
-    return torch.empty_like(values), values.new_empty([len(keys)], dtype=torch.int64)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -500,16 +474,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (weights_grad, None, None, sample_grad, *[None] * 10)
 
 
-for _name, _fake in (
-    ("tbe_forward", _forward_fake),
-    ("tbe_update", lambda *_: None),
-    ("tbe_sparse_grad", _sparse_grad_fake),
-    ("tbe_row_squares", _row_squares_fake),
-    ("tbe_dense_grad", _dense_grad_fake),
-    ("tbe_sample_weight_grad", _sample_weight_grad_fake),
-    ("clamp_ids", _clamp_ids_fake),
-):
-    torch.library.register_fake(f"meshrec::{_name}", _fake)
+register_fakes(
+    tbe_forward=_forward_fake,
+    tbe_update=lambda *_: None,
+    tbe_sparse_grad=_sparse_grad_fake,
+    tbe_row_squares=lambda grad, *args: (
+        grad.new_empty([dynamic_size()], dtype=torch.float32),
+        torch.empty([len(args[-1])], dtype=torch.int64),
+        grad.new_empty([dynamic_size()], dtype=torch.int64),
+    ),
+    tbe_dense_grad=lambda grad, weights, *_: [weight.new_empty(weight.shape) for weight in weights],
+    tbe_sample_weight_grad=lambda grad, weights, values, *_: values.new_empty(
+        values.shape, dtype=torch.float32
+    ),
+    clamp_ids=lambda values, offsets, segments, num_keys, keys, *_: (
+        torch.empty_like(values),
+        values.new_empty([len(keys)], dtype=torch.int64),
+    ),
+)
 torch.library.register_autograd("meshrec::tbe_forward", _backward, setup_context=_setup_context)
 
 # The update has no gradient. Without the fallthrough, torch inspects every argument tensor on every call.
