@@ -57,8 +57,10 @@ def permute_jagged(
 
     Args:
         order: keys in the result, as positions in the input. A key may be left out or repeated.
+        num_keys: number of keys in the input.
         lengths: bag lengths, all bags for the first key first, int32 or int64 [B].
         values: values from all bags, end to end: [N, ...].
+        num_bags: number of bags in the result.
         num_values: number of values in the result. The caller passes both sizes, so that the operator need
             not read them from the device.
         weights: weights for the values, [N, ...], or None.

@@ -60,6 +60,9 @@ def forward(
     Args:
         bits: bits per quantized value, per table; 0 for a floating-point table.
         keyed: key indexes of the tables that are read by raw ID, by table number.
+        weights: rows per table.
+        lookups: the batch, and the table that every feature reads.
+        options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
         As ``ops.tbe.forward``.
@@ -94,6 +97,9 @@ def hashed_forward(
         bits: bits per quantized value, per table; 0 for a floating-point table.
         indexes: hash index of every hashed table, and the seed with which ``mix`` hashes IDs before they are
             searched in the index; by table number.
+        weights: rows per table, by slot.
+        lookups: the batch, and the table that every feature reads.
+        options: output size and dtype, and whether to check IDs and weights.
 
     Returns:
         As ``ops.tbe.forward``. None if an ID has no slot, or if an index is not compiled. The caller must

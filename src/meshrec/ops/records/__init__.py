@@ -28,10 +28,14 @@ def _transfer(
     """Copy table rows between a file and memory. The direction is that of ``operator``.
 
     Args:
+        operator: ``records_read`` or ``records_write``.
+        file: open file descriptor.
+        layout: positions and sizes of the records in the file.
         keys: key of each row, int64 [N], ascending.
         parts: memory for the rows, a tensor ``[height, ...]`` per row part (weight, optimizer state).
         slots: row index in ``parts`` for each key, int64 [N].
         in_flight: number of concurrent disk requests; 0: the calling thread transfers sequentially.
+        ring: use io_uring where available, instead of threads.
 
     Returns:
         Failures, int64 [number of failures, 2]. A row has the index in ``keys`` and the cause, as for
