@@ -222,10 +222,7 @@ def _gpu(
         stream_bandwidth=stream,
         kernel_seconds=10e-6,
         intra=Link(
-            latency=20e-6,
-            all_to_all=links * nvlink,
-            reduce_scatter=links * nvlink,
-            all_reduce=links * nvlink,
+            latency=20e-6, all_to_all=links * nvlink, reduce_scatter=links * nvlink, all_reduce=links * nvlink
         ),
         inter=Link(latency=40e-6, all_to_all=links * nic, reduce_scatter=links * nic, all_reduce=links * nic),
         memory=memory_gib * 1024**3,

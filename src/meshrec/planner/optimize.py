@@ -88,12 +88,7 @@ def optimize(
     return best._replace(lower_bound=min(*bounds, best.estimate.seconds))
 
 
-def _solve(
-    problem: Problem,
-    model: CostModel,
-    effort: Effort,
-    cutoff: float,
-) -> Solution:
+def _solve(problem: Problem, model: CostModel, effort: Effort, cutoff: float) -> Solution:
     """Search for a plan, and repeat with less memory until it also fits after rounding to whole rows.
 
     The solver splits tables at fractional rows; whole rows may need slightly more memory.
@@ -168,10 +163,7 @@ def _collective_sets(problem: Problem, model: CostModel) -> list[CollectiveSet]:
 
 
 def _evaluated(
-    problem: Problem,
-    model: CostModel,
-    constraints: Mapping[str, ParameterConstraints],
-    solution: Solution,
+    problem: Problem, model: CostModel, constraints: Mapping[str, ParameterConstraints], solution: Solution
 ) -> Optimized:
     """Return a solution with whole rows and columns, and with predicted time and memory after rounding."""
     placements = whole_row_placements(problem, solution.placements_T, model.tables)

@@ -93,10 +93,7 @@ class EmbeddingShardingPlanner:
         )
 
     def collective_plan(
-        self,
-        module: nn.Module,
-        sharders: Sequence[Any] | None = None,
-        pg: dist.ProcessGroup | None = None,
+        self, module: nn.Module, sharders: Sequence[Any] | None = None, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlan:
         """Run `plan` on rank 0, and return the plan on all ranks. Collective.
 

@@ -12,17 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from meshrec.comms.wire import (
-    BF16,
-    FORMATS,
-    FP16,
-    FP32,
-    INT4,
-    INT8,
-    AcrossNodes,
-    TableWires,
-    WireFormats,
-)
+from meshrec.comms.wire import BF16, FORMATS, FP16, FP32, INT4, INT8, AcrossNodes, TableWires, WireFormats
 from meshrec.planner.estimators import PHASES, CostModel, Rectangles
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.types import Table, Topology

@@ -320,12 +320,7 @@ class Repository:
             reason = self._reasons[name] or (served.freshness.reason if served else "")
             state = "READY" if served else "UNAVAILABLE"
             entries.append(
-                {
-                    "name": name,
-                    "version": served.version if served else "",
-                    "state": state,
-                    "reason": reason,
-                }
+                {"name": name, "version": served.version if served else "", "state": state, "reason": reason}
             )
         return entries
 

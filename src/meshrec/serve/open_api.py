@@ -50,10 +50,7 @@ def schema(repository: Repository) -> dict[str, Any]:
         parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}
         common = {
             "type": "object",
-            "properties": {
-                "shared": parts["shared"],
-                "samples": {"type": "array", "items": parts["sample"]},
-            },
+            "properties": {"shared": parts["shared"], "samples": {"type": "array", "items": parts["sample"]}},
             "required": ["samples"],
         }
         several = {"oneOf": [sample, {"type": "array", "items": sample}, common]}

@@ -192,10 +192,7 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
         title = f"{names[stage][0]} to {names[stage][-1]}" if len(names[stage]) > 1 else "".join(names[stage])
         stages.append(
             StageProgram(
-                stage,
-                title,
-                program(traced, whole, final) if whole else None,
-                program(traced, split, final),
+                stage, title, program(traced, whole, final) if whole else None, program(traced, split, final)
             )
         )
     return Staging(stages, list(stage_of), traced.output)

@@ -213,11 +213,7 @@ class StagedOverRanks(NamedAsModel):
         mode = Mode.now(grad=train, seed=self._lane.broadcast_seed() if draws else None)
         self.timeline = Timeline()
         run = StageRun(
-            flow,
-            self._caller,
-            StageValues(flow, inputs, self._exchange),
-            mode=mode,
-            timeline=self.timeline,
+            flow, self._caller, StageValues(flow, inputs, self._exchange), mode=mode, timeline=self.timeline
         )
         losses = SplitLosses(flow.output, inputs, targets, self._criterion, train=train)
         step = RankStep(

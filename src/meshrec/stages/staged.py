@@ -218,12 +218,7 @@ class Staged(NamedAsModel):
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
         mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
         return ThreadedBatch(
-            self._staging,
-            self._workers,
-            inputs,
-            mode=mode,
-            devices=self._devices,
-            link=self._link,
+            self._staging, self._workers, inputs, mode=mode, devices=self._devices, link=self._link
         )
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":

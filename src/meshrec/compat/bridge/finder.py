@@ -175,11 +175,7 @@ def _install_bridge(packages: Sequence[str]) -> None:
 
 
 # Modules that start processes: multiprocess (notebooks use it), and loky, also as vendored by joblib.
-_SPAWNERS = (
-    "multiprocess.spawn",
-    "loky.backend.spawn",
-    "joblib.externals.loky.backend.spawn",
-)
+_SPAWNERS = ("multiprocess.spawn", "loky.backend.spawn", "joblib.externals.loky.backend.spawn")
 
 
 class _HookingLoader(Loader):

@@ -229,12 +229,7 @@ def shard(
         # A single generator is for all tables.
         generators = apply_to_all(module, plan, sharder) if callable(plan) else plan
         plan = construct_module_sharding_plan(
-            module,
-            generators,
-            sharder,
-            env.local_size,
-            env.shard.size,
-            group_device(env.world.group).type,
+            module, generators, sharder, env.local_size, env.shard.size, group_device(env.world.group).type
         )
     return sharder.shard(module, plan, env, device)  # type: ignore[no-any-return]
 

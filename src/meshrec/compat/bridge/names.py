@@ -68,9 +68,7 @@ _SHARD = _of(f"{_C}.model_parallel", "_shard_modules shard shard_modules")
 _OPTIMIZERS = _of(f"{_C}.optimizers", "Adagrad Adam LAMB LarsSGD PartialRowWiseAdam PartialRowWiseLAMB SGD")
 _FILTER = _of("meshrec.optim.in_backward", "in_backward_optimizer_filter")
 _APPLY = _of(f"{_C}.optimizers", "apply_optimizer_in_backward")
-_KEYED = {
-    **_of(f"{_C}.keyed", "KeyedOptimizer CombinedOptimizer KeyedOptimizerWrapper OptimizerWrapper"),
-}
+_KEYED = {**_of(f"{_C}.keyed", "KeyedOptimizer CombinedOptimizer KeyedOptimizerWrapper OptimizerWrapper")}
 _SEMI_SYNC = _of(f"{_C}.semi_sync", "SemisyncOptimizer")
 _SEMI_SYNC_KEYS = (
     "SEMI_SYNC_GLOBAL_OPTIM_KEY SEMI_SYNC_LOCAL_OPTIM_KEY "
@@ -191,10 +189,7 @@ MODULES: dict[str, dict[str, str]] = {
         f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SimpleDeepFMNNWrapper SparseArch"
     ),
     "torchrec.models.dlrm": {
-        **_of(
-            "meshrec.models.dlrm",
-            "DLRMTrain DenseArch InteractionArch InteractionDCNArch OverArch",
-        ),
+        **_of("meshrec.models.dlrm", "DLRMTrain DenseArch InteractionArch InteractionDCNArch OverArch"),
         **_of(
             f"{_C}.dlrm",
             "DLRM DLRMWrapper DLRM_DCN DLRM_Projection InteractionProjectionArch SparseArch choose",
@@ -307,7 +302,7 @@ MODULES: dict[str, dict[str, str]] = {
             "data_parallel "
             "get_default_sharders get_module_to_default_sharders grid_shard row_wise table_row_wise "
             "table_wise",
-        ),
+        )
     },
     "torchrec.distributed.test_utils": {},
     "torchrec.distributed.test_utils.model_input": _of(f"{_C}.dlrm", "ModelInput"),
@@ -330,15 +325,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_of(f"{_C}.comm", "CopyableMixin copy_to_device init_parameters"),
     },
     "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
-    "torchrec.optim": {
-        **_APPLY,
-        **_CLIPPING,
-        **_KEYED,
-        **_OPTIMIZERS,
-        **_ROWWISE,
-        **_SEMI_SYNC,
-        **_WARMUP,
-    },
+    "torchrec.optim": {**_APPLY, **_CLIPPING, **_KEYED, **_OPTIMIZERS, **_ROWWISE, **_SEMI_SYNC, **_WARMUP},
     "torchrec.optim.apply_optimizer_in_backward": _APPLY,
     "torchrec.optim.clipping": {
         **_CLIPPING,

@@ -75,10 +75,7 @@ class HeuristicalStorageReservation(FixedPercentageStorageReservation):
     """
 
     def __init__(
-        self,
-        percentage: float,
-        parameter_multiplier: float = 6.0,
-        dense_tensor_estimate: int | None = None,
+        self, percentage: float, parameter_multiplier: float = 6.0, dense_tensor_estimate: int | None = None
     ) -> None:
         super().__init__(percentage)
         self.dense_bytes = dense_tensor_estimate or 0
@@ -132,9 +129,7 @@ class EmbeddingShardingPlanner:
         topology = _default_topology() if topology is None else topology
         if storage_reservation is not None:
             topology = replace(
-                topology,
-                reserve=storage_reservation.percentage,
-                dense_bytes=storage_reservation.dense_bytes,
+                topology, reserve=storage_reservation.percentage, dense_bytes=storage_reservation.dense_bytes
             )
         self._topology = topology
         self._batch_size = _BATCH_SIZE if batch_size is None else batch_size
@@ -150,10 +145,7 @@ class EmbeddingShardingPlanner:
         return self._torchrec_plan(plan, tables)
 
     def collective_plan(
-        self,
-        module: nn.Module,
-        sharders: Sequence[Any] | None = None,
-        pg: dist.ProcessGroup | None = None,
+        self, module: nn.Module, sharders: Sequence[Any] | None = None, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlan:
         """Plan on rank 0, and return the same plan on all ranks. Collective.
 

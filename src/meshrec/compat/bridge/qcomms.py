@@ -144,9 +144,7 @@ def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
 
 
 def get_qcomm_codecs_registry(
-    qcomms_config: QCommsConfig,
-    comm_ops: Sequence[CommOp] | None = None,
-    device: torch.device | None = None,
+    qcomms_config: QCommsConfig, comm_ops: Sequence[CommOp] | None = None, device: torch.device | None = None
 ) -> dict[str, QuantizedCommCodecs] | None:
     """Return codecs by collective; None if both directions are fp32.
 

@@ -176,9 +176,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
                 kind = (config.data_type.bits, config.embedding_dim, _dtype_of(self))
                 rows = id_rows(weight, bag.values(), bag.offsets(), *kind)
                 result[next(names)] = JaggedTensor(
-                    values=rows,
-                    weights=bag.values() if self._need_indices else None,
-                    lengths=bag.lengths(),
+                    values=rows, weights=bag.values() if self._need_indices else None, lengths=bag.lengths()
                 )
         return result
 

@@ -33,10 +33,7 @@ class QuantTableGroup:
     """
 
     def __init__(
-        self,
-        specs: Sequence[TableSpec],
-        parts: Sequence[Sequence[Tensor]],
-        built: ModuleParts | None = None,
+        self, specs: Sequence[TableSpec], parts: Sequence[Sequence[Tensor]], built: ModuleParts | None = None
     ) -> None:
         self.embedding_specs = list(specs)
         self._parts = [list(views) for views in parts]

@@ -19,11 +19,7 @@ from meshrec.modules import EmbeddingBagCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
-from meshrec.plan.sharding_plan import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ShardingType,
-)
+from meshrec.plan.sharding_plan import EmbeddingComputeKernel, EmbeddingModuleShardingPlan, ShardingType
 
 _logger = logging.getLogger("meshrec")
 M = TypeVar("M", bound=nn.Module)
@@ -99,9 +95,7 @@ class _FusedSharder:
     """MeshRec's sharder class."""
 
     def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Registry | None = None,
+        self, fused_params: Mapping[str, Any] | None = None, qcomm_codecs_registry: Registry | None = None
     ) -> None:
         super().__init__(spec_of(fused_params or {}))  # type: ignore[call-arg]  # core_type's constructor
         self.fused_params = fused_params

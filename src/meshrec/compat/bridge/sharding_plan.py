@@ -9,10 +9,7 @@ from torch import nn
 
 from meshrec.compat.bridge.comm import get_device_type, get_local_size
 from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_core
-from meshrec.compat.bridge.sharders import (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-)
+from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.plan import builders as core
 from meshrec.plan.sharding_plan import (

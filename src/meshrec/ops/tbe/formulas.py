@@ -343,10 +343,7 @@ _ROW_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq", per_row=True))
 FORMULAS = (
     Formula(OptimizerKind.SGD, "SGD", _sgd),
     Formula(
-        OptimizerKind.ADAGRAD,
-        "Adagrad",
-        _adagrad,
-        slots=(Slot("sum", initial="initial_accumulator_value"),),
+        OptimizerKind.ADAGRAD, "Adagrad", _adagrad, slots=(Slot("sum", initial="initial_accumulator_value"),)
     ),
     Formula(
         OptimizerKind.ROW_WISE_ADAGRAD,

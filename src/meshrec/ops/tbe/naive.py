@@ -29,15 +29,7 @@ from torch import Tensor
 from meshrec.ops import operators
 from meshrec.ops.library import dynamic_size, implement, register_fakes
 from meshrec.ops.tbe.formulas import Hyper, formula_of
-from meshrec.ops.tbe.layout import (
-    MEAN,
-    NONE,
-    FeaturePiece,
-    Lookups,
-    OutputLayout,
-    check_offsets,
-    make_layout,
-)
+from meshrec.ops.tbe.layout import MEAN, NONE, FeaturePiece, Lookups, OutputLayout, check_offsets, make_layout
 from meshrec.ops.tbe.naive_update import update_rows
 
 

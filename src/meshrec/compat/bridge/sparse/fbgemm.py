@@ -20,11 +20,7 @@ def _regroup_keyed_tensor(
 
 
 def _permute_multi_embedding(
-    pooled_embs: list[Tensor],
-    permutes: Tensor,
-    in_shapes: Tensor,
-    out_shapes: Tensor,
-    out_lengths: list[int],
+    pooled_embs: list[Tensor], permutes: Tensor, in_shapes: Tensor, out_shapes: Tensor, out_lengths: list[int]
 ) -> list[Tensor]:
     """Return a tensor per group, concatenated from slices of the inputs.
 

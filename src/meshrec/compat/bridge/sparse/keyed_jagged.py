@@ -28,14 +28,7 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         AssertedError: lengths or offsets are not integers.
     """
 
-    _fields = (
-        "_values",
-        "_weights",
-        "_lengths",
-        "_offsets",
-        "_stride_per_key_per_rank",
-        "_inverse_indices",
-    )
+    _fields = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
     __jit_unused_properties__ = ("_strides",)
     _like = core.KeyedJaggedTensor
     _segments: Tensor | None = None

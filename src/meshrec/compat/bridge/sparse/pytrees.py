@@ -81,9 +81,7 @@ def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
     return [kt._values] if keys == kt._keys else regrouped([kt], [keys])
 
 
-def flatten_kjt_list(
-    kjt_arr: Sequence[KeyedJaggedTensor],
-) -> tuple[list[Tensor | None], list[KJTContext]]:
+def flatten_kjt_list(kjt_arr: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[KJTContext]]:
     """Return the tensors of all inputs in one list, and a list with the non-tensor fields per input."""
     flat = [_flatten_keyed_jagged(kjt) for kjt in kjt_arr]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
