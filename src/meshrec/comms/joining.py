@@ -161,7 +161,6 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return the address family and socket address for every address of a host."""
     try:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

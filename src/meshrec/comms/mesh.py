@@ -195,7 +195,6 @@ def group_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    """Return the mesh axis ``name`` as an `Axis`."""
     group = mesh.get_group(name)
     return Axis(size=group.size(), rank=group.rank(), group=group)
 

@@ -51,5 +51,4 @@ def stream_of(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=512)
 def _cached_copy(values: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
-    """Copy the values to the device. Cached by all arguments."""
     return device_tensor(values, device)

@@ -101,7 +101,6 @@ class Routes:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _server(self, _: HttpRequest) -> Response:
-        """Return name, version and protocol extensions of the server."""
         return JSONResponse({"name": "meshrec", "version": version_of("meshrec"), "extensions": _EXTENSIONS})
 
     async def _live(self, _: HttpRequest) -> Response:

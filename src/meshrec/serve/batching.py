@@ -133,7 +133,6 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether the queue is full."""
         return self._num_admitted >= self._limits.max_queue
 
     def __exit__(self, *_: object) -> None:

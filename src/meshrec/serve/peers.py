@@ -103,5 +103,4 @@ class ParentLink:
         self._send({"task": message["task"], "error": error})
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Send a message to the parent as JSON."""
         self._pipe.send_bytes(json.dumps(message).encode())

@@ -364,6 +364,5 @@ def _with_single_rows(module: EmbeddingBagCollection | EmbeddingCollection) -> n
 
 
 def _set_submodule(model: nn.Module, path: str, child: nn.Module) -> None:
-    """Replace the submodule of ``model`` at ``path`` by ``child``."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, child)

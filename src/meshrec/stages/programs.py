@@ -105,7 +105,6 @@ class StageFlow:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage is the last stage."""
         return self.stage.index == self.last
 
 

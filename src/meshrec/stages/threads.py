@@ -241,7 +241,6 @@ class ThreadedBatch:
 
     @property
     def num_splits(self) -> int:
-        """Splits in the batch."""
         return len(self._sizes)
 
     def forward(self) -> None:

@@ -231,7 +231,6 @@ def choose(n: int, k: int) -> int:
 
 
 def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the binary cross-entropy, and the logits, for logits [B, 1] and labels [B]."""
     return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(-1), labels), logits
 
 

@@ -106,7 +106,6 @@ class Forwarding:
         return [self._optimizer]
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Create the inner optimizers' state."""
         for optimizer in self._inner():
             optimizer.init_state(sparse_grad_parameter_names)
 
@@ -272,7 +271,6 @@ def _after_loading(optimizer: torch.optim.Optimizer) -> None:
 
 
 def call_where_defined(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
-    """Call a method on every optimizer that has it."""
     for optimizer in optimizers:
         if hasattr(optimizer, method):
             getattr(optimizer, method)(*args)

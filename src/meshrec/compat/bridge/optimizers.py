@@ -193,7 +193,6 @@ class _TableOnlyOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return the optimizer spec for fused tables."""
         return _from_fbgemm(cls.spec, kwargs)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

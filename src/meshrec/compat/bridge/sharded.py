@@ -81,7 +81,6 @@ class _Stages:
         return self.awaited(*output)
 
     def compute_and_output_dist(self, ctx: object, input: LookupBatch) -> LazyAwaitable[Any]:
-        """Run ``compute`` and ``output_dist``."""
         return self.output_dist(ctx, self.compute(ctx, input))
 
     @property

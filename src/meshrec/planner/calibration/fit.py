@@ -167,7 +167,6 @@ def _single_cost_profile(base: HardwareProfile, name: str) -> HardwareProfile:
 
 
 def _predicted_seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
-    """Return the predicted seconds [trials, phases] of all trials on a machine."""
     topology = replace(topology, hardware=machine)
     return np.stack(
         [

@@ -86,7 +86,6 @@ class Trial(NamedTuple):
         )
 
     def _names(self) -> list[str]:
-        """Return the table names."""
         return [f"t{number}" for number in range(self.num_tables)]
 
 

@@ -137,12 +137,10 @@ def _stacked_to_dense(
 
 
 def _add_dense(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> Tensor:
-    """Return jagged x plus dense y, as a dense tensor."""
     return _jagged_to_padded_dense(x_values, x_offsets, list(y.shape[1 : 1 + len(x_offsets)])) + y
 
 
 def _add_jagged(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return jagged x plus dense y, as a jagged tensor."""
     return x_values + _dense_to_jagged(y, x_offsets)[0], x_offsets
 
 
@@ -154,7 +152,6 @@ def _add_two_jagged(
 
 
 def _multiply_jagged(x_values: Tensor, x_offsets: list[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return jagged x times dense y, as a jagged tensor."""
     return x_values * _dense_to_jagged(y, x_offsets)[0], x_offsets
 
 

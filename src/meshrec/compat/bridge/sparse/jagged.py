@@ -24,7 +24,6 @@ class JaggedParts:
     _offsets: Tensor | None
 
     def device(self) -> torch.device:
-        """Return the values' device."""
         return self._values.device
 
     def values(self) -> Tensor:

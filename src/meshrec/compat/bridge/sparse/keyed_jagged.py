@@ -399,7 +399,6 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
 
 
 def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-    """Return ``KeyedJaggedTensor.concat(kjts)``."""
     if len(kjts) == 0:
         raise ValueError("KeyedJaggedTensor.concat: the list is empty; pass at least one")
     keys: list[str] = []

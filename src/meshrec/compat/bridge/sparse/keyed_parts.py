@@ -109,14 +109,12 @@ class KeyedParts:
         return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return the inverse indices, or None."""
         return self._inverse_indices
 
     def _key_indices(self) -> dict[str, int]:
         return self.index_per_key()
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the index by key."""
         given = self._index_per_key
         if given is not None:
             return given

@@ -23,7 +23,6 @@ def running_sum(counts: list[int]) -> list[int]:
 
 
 def positions_of(keys: list[str]) -> dict[str, int]:
-    """Return the position by key."""
     positions: dict[str, int] = {}
     for i, key in enumerate(keys):
         positions[key] = i
