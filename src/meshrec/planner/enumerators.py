@@ -298,18 +298,14 @@ def _group_identical_tables(
     type_T = np.empty(len(tables), np.int64)
     for index, table in enumerate(tables):
         # repr, because constraints may hold lists, which are not hashable.
-        key = repr((_attributes_without_names(table), constraints.get(table.name)))
+        # Identical tables differ only in their names.
+        fields = [name for name in table.__dataclass_fields__ if name not in ("name", "module_path")]
+        key = repr(([getattr(table, name) for name in fields], constraints.get(table.name)))
         if key not in kinds:
             kinds[key] = len(examples)
             examples.append(index)
         type_T[index] = kinds[key]
     return type_T, examples
-
-
-def _attributes_without_names(table: Table) -> tuple[object, ...]:
-    """Return all attributes of a table except the names, so that identical tables compare equal."""
-    names = (name for name in table.__dataclass_fields__ if name not in ("name", "module_path"))
-    return tuple(getattr(table, name) for name in names)
 
 
 def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:

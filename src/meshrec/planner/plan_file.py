@@ -40,7 +40,10 @@ class PlannerInputs:
         return {
             "batch_size": self.batch_size,
             "topology": topology,
-            "tables": [_table_to_json(table) for table in self.tables],
+            "tables": [
+                asdict(table) | {"optimizer": table.optimizer.value, "wire": str(table.wire)}
+                for table in self.tables
+            ],
             "constraints": {name: _constraints_to_json(value) for name, value in self.constraints.items()},
         }
 
@@ -185,11 +188,6 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
         raise ValueError(
             f"{path} has a plan with incomplete inputs, or from another release: {error}. Plan again."
         ) from error
-
-
-def _table_to_json(table: Table) -> dict[str, Any]:
-    """Convert a table's sizes and statistics to JSON types."""
-    return asdict(table) | {"optimizer": table.optimizer.value, "wire": str(table.wire)}
 
 
 def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:

@@ -184,7 +184,9 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
             neighbor for neighbor in node.all_input_nodes if neighbor in group.root and neighbor not in whole
         ]
         users = [neighbor for neighbor in node.users if neighbor in group.root and neighbor not in whole]
-        if node in whole or (node.op == "call_module" and not _is_in_place(model, node)):
+        if node in whole or (
+            node.op == "call_module" and not getattr(model.get_submodule(str(node.target)), "inplace", False)
+        ):
             continue
         if len(makers) == 1:
             group.merge(makers[0], node)
@@ -267,11 +269,6 @@ def _ancestors(node: fx.Node, inputs: set[fx.Node]) -> list[fx.Node]:
             ancestors[needed] = None
             waiting += needed.all_input_nodes
     return list(ancestors)
-
-
-def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
-    """Return whether the submodule called by ``node`` works in place, such as ``nn.ReLU(inplace=True)``."""
-    return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:

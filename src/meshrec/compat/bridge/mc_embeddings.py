@@ -82,14 +82,7 @@ class BaseManagedCollisionEmbeddingCollection(nn.Module):
 
 
 class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollection):
-    """`EmbeddingCollection` with managed collisions.
-
-    Args:
-        embedding_collection: embedding collection.
-        managed_collision_collection: managed collisions for the same tables.
-        return_remapped_features: whether `forward` also returns the remapped features.
-        allow_in_place_embed_weight_update: ignored.
-    """
+    """`EmbeddingCollection` with managed collisions; see `BaseManagedCollisionEmbeddingCollection`."""
 
     def __init__(
         self,
@@ -106,14 +99,7 @@ class ManagedCollisionEmbeddingCollection(BaseManagedCollisionEmbeddingCollectio
 
 
 class ManagedCollisionEmbeddingBagCollection(BaseManagedCollisionEmbeddingCollection):
-    """`EmbeddingBagCollection` with managed collisions.
-
-    Args:
-        embedding_bag_collection: embedding collection.
-        managed_collision_collection: managed collisions for the same tables.
-        return_remapped_features: whether `forward` also returns the remapped features.
-        allow_in_place_embed_weight_update: ignored.
-    """
+    """`EmbeddingBagCollection` with managed collisions; see `BaseManagedCollisionEmbeddingCollection`."""
 
     def __init__(
         self,

@@ -203,46 +203,20 @@ class _TableOnlyOptimizer(torch.optim.Optimizer):
         )
 
 
-class SGD(_TableOnlyOptimizer):
-    """``meshrec.optim.SGD`` for fused tables."""
-
-    spec = specs.SGD
-
-
-class Adagrad(_TableOnlyOptimizer):
-    """``meshrec.optim.Adagrad`` for fused tables."""
-
-    spec = specs.Adagrad
+def _for_tables(name: str, spec: type[OptimizerSpec]) -> type[_TableOnlyOptimizer]:
+    """Return the class with a TorchRec name for a MeshRec optimizer."""
+    decay = ", with decoupled weight decay" if "Adam" in name else ""
+    doc = f"``meshrec.optim.{spec.__name__}`` for fused tables{decay}."
+    return type(name, (_TableOnlyOptimizer,), {"spec": spec, "__doc__": doc, "__module__": __name__})
 
 
-class Adam(_TableOnlyOptimizer):
-    """``meshrec.optim.Adam`` for fused tables, with decoupled weight decay."""
-
-    spec = specs.Adam
-
-
-class LAMB(_TableOnlyOptimizer):
-    """``meshrec.optim.LAMB`` for fused tables."""
-
-    spec = specs.LAMB
-
-
-class LarsSGD(_TableOnlyOptimizer):
-    """``meshrec.optim.LARS`` for fused tables."""
-
-    spec = specs.LARS
-
-
-class PartialRowWiseAdam(_TableOnlyOptimizer):
-    """``meshrec.optim.PartialRowWiseAdam`` for fused tables, with decoupled weight decay."""
-
-    spec = specs.PartialRowWiseAdam
-
-
-class PartialRowWiseLAMB(_TableOnlyOptimizer):
-    """``meshrec.optim.PartialRowWiseLAMB`` for fused tables."""
-
-    spec = specs.PartialRowWiseLAMB
+SGD = _for_tables("SGD", specs.SGD)
+Adagrad = _for_tables("Adagrad", specs.Adagrad)
+Adam = _for_tables("Adam", specs.Adam)
+LAMB = _for_tables("LAMB", specs.LAMB)
+LarsSGD = _for_tables("LarsSGD", specs.LARS)
+PartialRowWiseAdam = _for_tables("PartialRowWiseAdam", specs.PartialRowWiseAdam)
+PartialRowWiseLAMB = _for_tables("PartialRowWiseLAMB", specs.PartialRowWiseLAMB)
 
 
 class _SGDWithMomentum(TorchSGD):

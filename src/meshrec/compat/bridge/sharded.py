@@ -18,7 +18,6 @@ from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.lookup_batch import LookupBatch, Stage
 from meshrec.distributed.sharded_tables import ShardedTables
-from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.tables import FusedOptimizer
 
 
@@ -47,6 +46,13 @@ class _Stages:
     tables: ShardedTables
     awaited: Callable[[LookupBatch, Tensor], LazyAwaitable[Any]]
     _configs: Any
+
+    def __init__(self, module: nn.Module, built: ModuleParts) -> None:
+        super().__init__(module, built)  # type: ignore[call-arg]  # the sharded collection's constructor
+        # Empty if no table is fused.
+        optimizer: FusedOptimizer = self.fused_optimizer
+        self.fused_optimizer: Any = CombinedOptimizer([("", optimizer)] if optimizer.params else [])
+        self._need_indices = bool(getattr(module, "_need_indices", False))
 
     def create_context(self) -> ShardedContext:
         """Return an empty context."""
@@ -95,10 +101,6 @@ class _Stages:
 class ShardedEmbeddingBagCollection(_Stages, core.ShardedEmbeddingBagCollection):
     """MeshRec's sharded collection with TorchRec's attribute names."""
 
-    def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
-        super().__init__(module, built)
-        self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
-
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
         """Look up and pool. torch.fx records a lookup per feature; see ``sharded_traces``."""
         if isinstance(features, Proxy):
@@ -110,22 +112,12 @@ class ShardedEmbeddingBagCollection(_Stages, core.ShardedEmbeddingBagCollection)
 class ShardedEmbeddingCollection(_Stages, core.ShardedEmbeddingCollection):
     """MeshRec's sharded collection with TorchRec's attribute names."""
 
-    def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:
-        super().__init__(module, built)
-        self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
-        self._need_indices = bool(getattr(module, "_need_indices", False))
-
     def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
         """Look up. torch.fx records a lookup per feature; see ``sharded_traces``."""
         if isinstance(features, Proxy):
             configs = self.embedding_configs()
             return record_sequences(self.built, configs, features, need_indices=self._need_indices)
         return super().forward(features)
-
-
-def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:
-    """Wrap a module's optimizer in a CombinedOptimizer, which is empty if no table is fused."""
-    return CombinedOptimizer([("", tables)] if tables.params else [])
 
 
 def combined_optimizer(modules: Mapping[str, nn.Module]) -> CombinedOptimizer:

@@ -115,6 +115,7 @@ class Rows(NamedTuple):
         belong to a column shard, and the sum over all shards is read from ``stats``.
 
         Args:
+            which: the ``stats`` column with the sum of squares of ``x_UD``.
             x_UD: fp32 [U, D].
         """
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
@@ -343,7 +344,10 @@ _ROW_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq", per_row=True))
 FORMULAS = (
     Formula(OptimizerKind.SGD, "SGD", _sgd),
     Formula(
-        OptimizerKind.ADAGRAD, "Adagrad", _adagrad, slots=(Slot("sum", initial="initial_accumulator_value"),)
+        OptimizerKind.ADAGRAD,
+        "Adagrad",
+        _adagrad,
+        slots=(Slot("sum", initial="initial_accumulator_value"),),
     ),
     Formula(
         OptimizerKind.ROW_WISE_ADAGRAD,

@@ -363,7 +363,7 @@ def _check_ids(
     """Raise ValueError, naming the ID, for the first ID outside the table or the first NaN weight."""
     for piece in layout.pieces:
         ids = values[piece.ids]
-        table, feature = _table_and_feature(names, piece.feature)
+        table, feature = bytes(names.tolist()).decode().split("\n")[piece.feature].split("\t")
         _check_rows(piece, ids, num_rows_F[piece.feature], table, feature)
         if per_sample_weights is None:
             continue
@@ -388,12 +388,6 @@ def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, f
 def _first_true(bad: Tensor) -> int | None:
     """Return the index of the first True, or None if there is none."""
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
-
-
-def _table_and_feature(names: Tensor, feature: int) -> tuple[str, str]:
-    """Return the names of a table and a feature; ``tbe_forward`` documents the format of ``names``."""
-    table, name = bytes(names.tolist()).decode().split("\n")[feature].split("\t")
-    return table, name
 
 
 # For all devices. Kernels registered for a device take precedence.
