@@ -1,9 +1,11 @@
 """HTTP handlers for everything except scoring, and the token check for all requests."""
 
 import hmac
+import ipaddress
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version as version_of
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +19,6 @@ from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, ServedModel
 from meshrec.serve.open_api import page, schema
 from meshrec.serve.open_inference import metadata
-from meshrec.serve.origins import check_origin
 from meshrec.serve.requests import RequestError
 from meshrec.serve.samples import read_json
 from meshrec.serve.scoring import ScoringEndpoint, error_answer, receive_body, score_request_of, send_answer
@@ -293,3 +294,63 @@ async def _answer_unknown_path(_: HttpRequest, error: Exception) -> Response:
 async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
     """Return status 500 after an unexpected exception, without details, which may be confidential."""
     return JSONResponse({"error": "internal error; see the server log."}, 500)
+
+
+def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
+    """Check that a request does not come from a web page of another server.
+
+    Args:
+        headers: request headers with lower-case names.
+
+    Raises:
+        RequestError: the header Host or Origin names another server, or the header Sec-Fetch-Site, which
+            browsers send, says that the request comes from another site (status 403).
+    """
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    if not _is_this_server(_host_name("//" + host), server_names):
+        raise RequestError(
+            f"the header Host is {host[:80]!r}, which is not a name of this server. Use its address, "
+            "add the name with --hosts, or start the server with a token.",
+            403,
+        )
+    # Only browsers send these headers. Programs without a browser pass both checks.
+    origin = headers.get(b"origin")
+    if origin is not None and _authority_of(origin.decode("latin-1").lower()) != host:
+        raise RequestError(
+            f"the header Origin is {origin[:80].decode('latin-1')!r}: web pages may not change this server. "
+            "Start it with a token, and send the token.",
+            403,
+        )
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        raise RequestError("web pages of other sites may not change this server.", 403)
+
+
+def _host_name(url: str) -> str:
+    """Return the host of a URL without the port; empty if the URL is malformed."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _authority_of(origin: str) -> str | None:
+    """Return host and port of an origin; None for opaque origins such as ``null``."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _is_this_server(name: str, server_names: Collection[str]) -> bool:
+    """Return whether a host name belongs to this server.
+
+    True for every IP address: an attacker can let a domain name resolve to this server (DNS rebinding), but
+    cannot do that with an address.
+    """
+    if name == "localhost" or name in server_names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

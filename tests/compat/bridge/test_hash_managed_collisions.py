@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from meshrec.compat.bridge import hash_managed_collisions as hmc
-from meshrec.compat.bridge import mc_embeddings
 from meshrec.compat.bridge.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
-from meshrec.compat.bridge.managed_collisions import ManagedCollisionCollection
+from meshrec.compat.bridge.managed_collisions import (
+    ManagedCollisionCollection,
+    ManagedCollisionEmbeddingBagCollection,
+)
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
 
 CPU = torch.device("cpu")
@@ -119,7 +121,7 @@ def test_dropped_ids_take_their_weights_along():
 def test_a_collection_trains_behind_it(clock):
     tables = [EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["a", "b"])]
     collision = ManagedCollisionCollection({"t": module(10, BY_FEATURE, by_feature=[1, 2])}, tables)
-    model = mc_embeddings.ManagedCollisionEmbeddingBagCollection(
+    model = ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables=tables), collision, return_remapped_features=True
     )
     features = KeyedJaggedTensor(

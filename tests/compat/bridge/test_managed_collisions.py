@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrec.compat.bridge import eviction, managed_collisions, mc_embeddings
+from meshrec.compat.bridge import eviction, managed_collisions
 from meshrec.compat.bridge.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -74,7 +74,7 @@ def collection(mc=None, embeddings=None, configs=None, kind=EmbeddingBagCollecti
     room = mc or managed_collisions
     mcc = room.ManagedCollisionCollection({"b": module(size=6), "a": module(size=12)}, configs)
     torch.manual_seed(0)
-    return (embeddings or mc_embeddings).ManagedCollisionEmbeddingBagCollection(
+    return (embeddings or managed_collisions).ManagedCollisionEmbeddingBagCollection(
         kind(tables=configs, device=CPU), mcc, return_remapped_features=True
     )
 
@@ -142,9 +142,9 @@ def test_the_read_only_suffix_is_told():
 
 def test_lengths_of_remapped_features_are_a_mask():
     features = KeyedJaggedTensor(["f"], torch.tensor([3, 1]), lengths=torch.tensor([2, 0]))
-    assert mc_embeddings.return_remapped_lengths_as_mask(features).tolist() == [True, False]
+    assert managed_collisions.return_remapped_lengths_as_mask(features).tolist() == [True, False]
     lengths = features.lengths()
-    assert mc_embeddings.return_custom_metadata(lengths) is lengths
+    assert managed_collisions.return_custom_metadata(lengths) is lengths
 
 
 def two_tables():

@@ -140,7 +140,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.hash_mc_modules": _of(f"{_C}.hash_managed_collisions", "HashZchManagedCollisionModule"),
     "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
     "torchrec.modules.mc_embedding_modules": _of(
-        f"{_C}.mc_embeddings",
+        f"{_C}.managed_collisions",
         "BaseManagedCollisionEmbeddingCollection ManagedCollisionEmbeddingBagCollection "
         "ManagedCollisionEmbeddingCollection return_custom_metadata return_remapped_lengths_as_mask",
     ),
@@ -256,11 +256,11 @@ MODULES: dict[str, dict[str, str]] = {
         **_of(f"{_C}.sharded", "ShardedEmbeddingCollection"),
     },
     "torchrec.distributed.quant_embedding": {
-        **_of(f"{_C}.quant_sharders", "QuantEmbeddingCollectionSharder"),
+        **_of(f"{_C}.sharders", "QuantEmbeddingCollectionSharder"),
         "ShardedQuantEmbeddingCollection": f"{_C}.sharded:ShardedEmbeddingCollection",
     },
     "torchrec.distributed.quant_embeddingbag": {
-        **_of(f"{_C}.quant_sharders", "QuantEmbeddingBagCollectionSharder"),
+        **_of(f"{_C}.sharders", "QuantEmbeddingBagCollectionSharder"),
         "ShardedQuantEmbeddingBagCollection": f"{_C}.sharded:ShardedEmbeddingBagCollection",
     },
     "torchrec.distributed.model_parallel": {
