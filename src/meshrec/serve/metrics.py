@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -45,49 +46,24 @@ class Metrics:
             _reserve(Path(os.environ[SHARED]), (1 + num_models) * _BYTES_PER_MODEL)
         # Not prometheus_client's global registry, which rejects duplicate names.
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "meshrec_requests", "Requests by outcome.", ["model", "outcome"], registry=self._registry
-        )
-        self._latency = Histogram(
-            "meshrec_request_seconds",
-            "Time from first byte to answer, for scored requests.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._queue = Histogram(
-            "meshrec_queue_seconds",
-            "Time requests waited for their batch.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._batches = Histogram(
-            "meshrec_batch_samples",
-            "Samples in a batch.",
-            ["model"],
-            buckets=_SAMPLES,
-            registry=self._registry,
-        )
+        model: dict[str, Any] = {"labelnames": ["model"], "registry": self._registry}
+        outcome: dict[str, Any] = {"labelnames": ["model", "outcome"], "registry": self._registry}
+        self._requests = Counter("meshrec_requests", "Requests by outcome.", **outcome)
+        scored = "Time from first byte to answer, for scored requests."
+        self._latency = Histogram("meshrec_request_seconds", scored, buckets=_SECONDS, **model)
+        waited = "Time requests waited for their batch."
+        self._queue = Histogram("meshrec_queue_seconds", waited, buckets=_SECONDS, **model)
+        self._batches = Histogram("meshrec_batch_samples", "Samples in a batch.", buckets=_SAMPLES, **model)
         self._refused = Counter(
             "meshrec_refused_connections",
             "Connections closed before their request was complete, by status.",
             ["status"],
             registry=self._registry,
         )
-        self._histories = Counter(
-            "meshrec_histories",
-            "Encoded histories, by whether a prefix was cached (hit or miss).",
-            ["model", "outcome"],
-            registry=self._registry,
-        )
-        self._cache_bytes = Gauge(
-            "meshrec_kept_history_bytes",
-            "Size of the history cache in bytes.",
-            ["model"],
-            registry=self._registry,
-            multiprocess_mode="livesum",
-        )
+        cached = "Encoded histories, by whether a prefix was cached (hit or miss)."
+        self._histories = Counter("meshrec_histories", cached, **outcome)
+        size = "Size of the history cache in bytes."
+        self._cache_bytes = Gauge("meshrec_kept_history_bytes", size, multiprocess_mode="livesum", **model)
         # Cached because prometheus_client looks up labels under a lock and formats them every time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
