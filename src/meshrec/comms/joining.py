@@ -89,9 +89,6 @@ def store_host() -> str | None:
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
     """Create the store through which the ranks find each other.
 
-    Args:
-        timeout: maximum wait for other ranks.
-
     Returns:
         The store, or None if torch must create it, for example to connect to the launcher's store.
     """

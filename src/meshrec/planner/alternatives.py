@@ -127,7 +127,6 @@ def _best_per_type(
 
     Args:
         state: the plan's ranks and loads without this table.
-        index: table index.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
     """

@@ -46,7 +46,6 @@ class Annealer:
 
         Args:
             max_work: work limit, as counted by the compiled loop.
-            seconds: time limit.
             start_temperature: initial temperature, as a fraction of a rank's mean load.
             placement_share: maximum fraction of the work for moves which place a whole table again.
 

@@ -41,7 +41,6 @@ class LowerBound:
     raise the bound.
 
     Args:
-        allowed_C: whether plans may use a candidate.
         deadline: ``time.perf_counter`` time after which no cutting planes are added.
 
     Attributes:
@@ -151,8 +150,6 @@ class LowerBound:
         Args:
             bound: bound of the enclosing box, which is also valid for this box.
             lower_K: lower limits on T, the slowest rank's load per phase.
-            upper_K: upper limits on T.
-            cutoff: maximum step time, in units of `scale`.
             rounds: maximum number of times that cutting planes are added.
         """
         # A phase can use at most the cutoff minus the lower limits of all other phases.

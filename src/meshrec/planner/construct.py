@@ -85,9 +85,6 @@ def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) 
 
     If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
-    Args:
-        num_tables_C: tables per candidate in the relaxation, fractional.
-
     Returns:
         The complete plan, or None if memory does not suffice.
     """
@@ -106,7 +103,6 @@ def assign_table(state: State, table: int, candidates: Ints) -> bool:
 
     Args:
         state: plan under construction. The table is added in place, unless no candidate fits.
-        table: table index.
 
     Returns:
         Whether the table was placed.
@@ -126,7 +122,6 @@ def fitting_plan(
 
     Args:
         allowed_C: whether a candidate is allowed; None: all are.
-        seconds: time limit for annealing.
 
     Returns:
         The plan, or None if none was found. Its loads are bytes instead of seconds, see `most_even_plan`.
@@ -145,7 +140,6 @@ def most_even_plan(
 
     Args:
         allowed_C: whether a candidate is allowed; None: all are.
-        seconds: time limit for annealing.
 
     Returns:
         The first plan that fits, or the plan with the smallest maximum. Its loads are bytes instead of

@@ -60,9 +60,6 @@ class Rounding:
     may be uneven. Each piece costs at least `least`, and all pieces together cost n times `mean`. F is
     monotone, and F(x) >= x - rest for every x. So the values of F for the n pieces sum to at least
     n max(F(least), mean - rest).
-
-    Args:
-        scale: unit for all loads, in seconds.
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -123,11 +120,7 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """Create the phase from arrays per candidate, and group equal candidates into kinds.
-
-        Args:
-            least_C: minimum load per piece.
-        """
+        """Create the phase from arrays per candidate, and group equal candidates into kinds."""
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
         return cls(count_U, mean_U, least_U, kind_C.ravel())
@@ -141,7 +134,6 @@ class _Phase(NamedTuple):
         are too many kinds.
 
         Args:
-            upper: limit on a rank's load.
             num_tables_U: number of tables per kind in the relaxation.
         """
         # For more kinds, the arrays [Q, U] would be large.
@@ -201,11 +193,7 @@ _USED = 1e-9
 
 
 class LargestPieces:
-    """Generator of cutting planes ("cuts"): a phase takes at least as long as the largest piece in use.
-
-    Args:
-        scale: unit for all loads, in seconds.
-    """
+    """Generator of cutting planes ("cuts"): a phase takes at least as long as the largest piece in use."""
 
     def __init__(self, problem: Problem, scale: float) -> None:
         self._largest_CK = problem.largest_load_CK() / scale

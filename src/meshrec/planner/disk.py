@@ -219,9 +219,6 @@ def _keep_whole_tables_in_memory(sizes: Sequence["_CacheSize"], left: float) -> 
     """Set the cache size to the whole table for tables that fit in memory, so that they need no file.
 
     A whole table has no overhead per cached row. It may take less memory than its cache.
-
-    Args:
-        left: memory bytes that are not assigned yet.
     """
     # Smallest first, so that as many tables as possible need no file.
     for size in sorted(sizes, key=_CacheSize.bytes_to_whole):

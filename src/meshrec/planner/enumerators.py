@@ -103,9 +103,6 @@ def _covers_all_nodes(layout: Layout, num_nodes: int) -> bool:
 
     In a node layout, every piece is split by rows over all ranks of a node. A row-wise layout must have a row
     part on every node. Other layouts are always allowed.
-
-    Args:
-        layout: layout from `_node_layouts`.
     """
     is_row_wise = len(layout.widths) == 1 and layout.row_parts > 1
     return not is_row_wise or layout.row_parts == num_nodes
@@ -265,11 +262,7 @@ _ROW_STATS = 4
 def _candidates(
     model: CostModel, constraints: Mapping[str, ParameterConstraints], examples: Sequence[int]
 ) -> tuple[list[Layout], list[int]]:
-    """Return all candidates as two lists, sorted by type: the layout, and the table type's index.
-
-    Args:
-        examples: example table index per type.
-    """
+    """Return all candidates as two lists, sorted by type: the layout, and the table type's index."""
     layouts_C: list[Layout] = []
     type_C: list[int] = []
     for kind, index in enumerate(examples):
@@ -309,11 +302,7 @@ def _group_identical_tables(
 
 
 def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:
-    """Return the pieces of all candidates. Pieces of a candidate with equal column widths form a group.
-
-    Args:
-        table_C: example table index per candidate.
-    """
+    """Return the pieces of all candidates. Pieces of a candidate with equal column widths form a group."""
     pieces: list[tuple[int, int, float, int, bool]] = []
     rows_C = model.arrays.rows_T[table_C]
     for index, layout in enumerate(layouts_C):

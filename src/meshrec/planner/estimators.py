@@ -198,9 +198,6 @@ class CostModel:
 
         An update needs it if the rectangle has a part of the columns, and the optimizer needs a sum over
         whole rows.
-
-        Args:
-            table_N: table index per rectangle.
         """
         a = self.arrays
         has_stats = a.trained_T[table_N] & (a.row_statistics_bytes_T[table_N] > 0)
@@ -369,9 +366,6 @@ class CostModel:
 
         Rows take two hops (within the node, then between nodes) if partial sums are to be added in the node.
         Only pooled rows can be summed, so other rows take one hop.
-
-        Args:
-            table: table index per rectangle.
         """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
@@ -418,10 +412,6 @@ class CostModel:
         """Return how many distinct rows every rectangle sends to nodes, summed over all nodes [N].
 
         Used with ``across_nodes="rows"``, where a rectangle sends a row at most once to every node.
-
-        Args:
-            table: table index per rectangle.
-            share: fraction of the table's rows per rectangle.
         """
         return self.num_nodes * self._distinct(table, ids / self.num_nodes, share)
 
@@ -434,7 +424,6 @@ class CostModel:
 
         Args:
             loads: seconds per rectangle and phase, [N, NUM_PHASES]; changed in place.
-            fetched: result of `_fetched`.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.exchange_work_factor * ids * p.route_id_seconds
@@ -447,9 +436,6 @@ class CostModel:
         """Return the seconds [N] for sending embeddings or gradients.
 
         Within a node, rows travel by reduce-scatter if they are summed there, otherwise by all-to-all.
-
-        Args:
-            sent: bytes per rectangle.
         """
         intra = self.profile.intra
         speed = np.where(hops.summed_N, intra.reduce_scatter, intra.all_to_all)
@@ -463,10 +449,6 @@ class CostModel:
 
         The update sums the gradients of all lookups by table row. Then it reads and writes weights and
         optimizer state of every distinct row. Rows looked up in any replica count.
-
-        Args:
-            table: table index per rectangle.
-            share: fraction of the table's rows per rectangle.
         """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
@@ -483,10 +465,6 @@ class CostModel:
         """Return the seconds [N] to exchange gradients between replicas.
 
         The faster of two methods counts: an all-gather of sparse gradients, or a dense all-reduce.
-
-        Args:
-            table: table index per rectangle.
-            share: fraction of the table's rows per rectangle.
         """
         rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
         outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
@@ -501,11 +479,7 @@ class CostModel:
     def _gather_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, elements: Floats, ranks: int, link: Link
     ) -> Floats:
-        """Return the seconds [N] for an all-gather of IDs and output gradients, with packing and unpacking.
-
-        Args:
-            table: table index per rectangle.
-        """
+        """Return the seconds [N] for an all-gather of IDs and output gradients, packed and unpacked."""
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         # A rank packs its own message, and unpacks one per rank.
         passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
@@ -516,10 +490,6 @@ class CostModel:
         """Return the expected number of distinct rows [N] which lookups touch in every rectangle.
 
         Lookups are modeled as uniform draws from the effective rows, see `Table.effective_rows`.
-
-        Args:
-            table: table index per rectangle.
-            share: fraction of the table's rows per rectangle.
         """
         # rows * (1 - exp(-ids / rows)): the limit of draws with replacement for many rows.
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
@@ -569,10 +539,6 @@ class CostModel:
 
         A lookup sorts the IDs, at the same cost per ID as an update. Then it reads one cache line of the
         index per distinct ID.
-
-        Args:
-            table: table index per rectangle.
-            share: fraction of the table's rows per rectangle.
         """
         p = self.profile
         line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth

@@ -203,7 +203,6 @@ def _gpu(
     """Build a GPU profile from data sheet figures: peak rates times a typical efficiency.
 
     Args:
-        hbm: peak memory bandwidth in bytes/s.
         nvlink: peak NVLink bandwidth per GPU and direction in bytes/s.
         nic: peak network bandwidth per GPU and direction in bytes/s.
     """

@@ -42,12 +42,7 @@ class ProgramRows:
         self._limits: list[tuple[Floats, Floats]] = []
 
     def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        """Add a constraint row.
-
-        Args:
-            lower: lower limit on the weighted sum.
-            upper: upper limit on the weighted sum.
-        """
+        """Add a constraint row."""
         self.add_many(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
 
     def add_many(
@@ -57,10 +52,7 @@ class ProgramRows:
 
         Args:
             rows: row index per coefficient, counted from the first added row.
-            columns: variable index per coefficient.
             values: coefficients; a scalar applies to all. Zeros are dropped.
-            lower: lower limit per added row.
-            upper: upper limit per added row.
         """
         values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
         some = values != 0
@@ -143,7 +135,6 @@ class Solver:
         """Replace the upper limit of a row that was added after construction.
 
         Args:
-            index: index among the rows added by `add_rows`.
             upper: new upper limit; infinity disables the row.
         """
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))

@@ -145,7 +145,6 @@ def table_of_config(
 
     Args:
         config: the table's config in the embedding module, such as an ``EmbeddingBagConfig``.
-        weight_bytes: bytes per weight.
 
     Raises:
         ValueError: the constraints have another number of features than the config.

@@ -57,9 +57,6 @@ def optimize(
     The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
     parts, even or uneven splits, under the constraints.
 
-    Args:
-        effort: search limits, for every ``replicate`` axis size.
-
     Returns:
         The best plan, or None if no plan was found which fits into memory.
 
@@ -94,7 +91,6 @@ def _solve(problem: Problem, model: CostModel, effort: Effort, cutoff: float) ->
     The solver splits tables at fractional rows; whole rows may need slightly more memory.
 
     Args:
-        effort: search limits.
         cutoff: step time in seconds of a known plan. The search ends once no plan can be faster.
 
     Returns:

@@ -97,8 +97,6 @@ class Relaxation:
         """Solve the relaxation in a box, adding cutting planes as long as they raise the optimum.
 
         Args:
-            lower_K: lower limits on T.
-            upper_K: upper limits on T.
             cutoff: maximum step time, in units of the scale.
             rounds: maximum number of times that cuts are added.
 

@@ -77,10 +77,6 @@ class InitialPlan(NamedTuple):
 class Search:
     """Plan search in a set of allowed candidates: constructs and anneals plans, and keeps the best.
 
-    Args:
-        allowed_C: whether plans may use a candidate.
-        deadline: ``time.perf_counter`` time at which annealing ends.
-
     Attributes:
         seconds: best plan's step time, without latencies; infinite before the first plan.
         placements_T: placement per table in the best plan; empty before the first plan.
@@ -147,9 +143,6 @@ class Search:
 
     def attempt(self, start: InitialPlan, settings: AnnealingSettings, max_work: float) -> float:
         """Anneal a start, and keep the resulting plan if it is the best so far.
-
-        Args:
-            max_work: work limit, see `Effort`.
 
         Returns:
             Step time of the resulting plan in seconds, without latencies.

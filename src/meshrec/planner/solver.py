@@ -87,7 +87,6 @@ def solve(
     """Search for the fastest plan over all collective sets, and bound the step time from below.
 
     Args:
-        effort: search limits.
         cutoff: step time in seconds for a known plan. The search ends once no plan can be faster.
 
     Returns:
@@ -107,7 +106,6 @@ class _CollectiveSetSearch:
     bound. No plan with any collective set takes fewer seconds than `floor`.
 
     Args:
-        deadline: ``time.perf_counter`` time at which the search ends.
         floor: lower bound without latencies, until the bound is computed.
     """
 

@@ -71,7 +71,6 @@ def choose_wires(
 
     Args:
         tables: tables; their present wire formats are ignored.
-        bound: accuracy limits.
 
     Returns:
         Copies of the tables with the selected formats.

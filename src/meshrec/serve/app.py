@@ -51,7 +51,6 @@ class Routes:
     Args:
         refusal: function which returns why the server refuses scoring requests now, or None if it accepts
             them.
-        admin: whether requests may load and unload models.
         hosts: allowed ``Host`` names for requests which load or unload models. None: such requests are not
             checked for their origin, because clients must send a token.
     """
@@ -298,9 +297,6 @@ async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
 
 def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
     """Check that a request does not come from a web page of another server.
-
-    Args:
-        headers: request headers with lower-case names.
 
     Raises:
         RequestError: the header Host or Origin names another server, or the header Sec-Fetch-Site, which

@@ -90,7 +90,6 @@ class Batcher:
 
     Args:
         score: function which scores a request; called in the thread.
-        limits: batch and queue limits.
         observe: function to call with measurements after every batch.
     """
 
@@ -192,7 +191,6 @@ class Batcher:
         """Check that a request arriving now would be scored before the deadline, at the current pace.
 
         Args:
-            deadline: ``time.monotonic`` time.
             num_samples: samples in the request. None if the body was not read yet: the usual number is
                 assumed, and the queue must have room. So the server can refuse a request without reading the
                 body.
@@ -310,10 +308,6 @@ class Batcher:
         """Update the averages of seconds per sample, start the next batch, and answer the requests.
 
         Runs in the event loop.
-
-        Args:
-            start_time: ``time.monotonic`` time when scoring started.
-            future: finished future with the result of `_scores`.
         """
         now = time.monotonic()
         # Wall time since the last batch: under load, reading and answering requests also takes time.

@@ -67,11 +67,7 @@ class _WaitState(NamedTuple):
 
 
 class Connections:
-    """Registry of all open connections to a server process, which enforces the limits.
-
-    Args:
-        limits: limits per client, and in total.
-    """
+    """Registry of all open connections to a server process, which enforces the limits."""
 
     def __init__(self, limits: ConnectionLimits, on_refusal: Callable[[int], None] = lambda _: None) -> None:
         self.limits, self.on_refusal = limits, on_refusal

@@ -95,9 +95,6 @@ class HashedWeights:
 
         An ID that an earlier delta has added keeps its row. A new ID gets a row which an eviction has freed,
         or else a row at the end of ``added_rows``.
-
-        Args:
-            keys: keys of the IDs, int64, ascending.
         """
         if len(keys) == 0:
             return

@@ -97,7 +97,6 @@ class HistoryCache:
         """Add an entry for a history, and evict the least recently used entries above the size limit.
 
         Args:
-            values_NF: nonempty history.
             rows: attention keys and values of all items, [layers, N, values per item]. The caller must not
                 change them afterwards.
             prefix: result of `find` for this history. The new entry replaces the entry of the prefix. None:
@@ -140,7 +139,6 @@ class CachedQueryEncoder:
 
     Args:
         predictor: predictor of a model which supports a KV cache (`Predictor.incremental` is not None).
-        max_bytes: limit on the cache size.
     """
 
     def __init__(self, predictor: Predictor, max_bytes: int) -> None:

@@ -80,7 +80,6 @@ class ServedModel:
     """A loaded version of a model: predictor, request queue, and the deltas which change the weights.
 
     Args:
-        limits: batch and queue limits.
         deltas: reader of the delta folder; None: the weights stay as exported.
 
     Attributes:
@@ -219,7 +218,6 @@ class Repository:
     """All models of a server process by name, each served in a single version.
 
     Args:
-        limits: batch and queue limits of every model.
         changes: by model name, the last change which clients made before this worker started. `load_all`
             repeats it. Models without a change are loaded with all deltas.
     """

@@ -25,7 +25,6 @@ class ParentLink:
     Args:
         loaded: memory shared by all workers, with a byte per worker. The byte is 1 once the worker has loaded
             all models.
-        index: index of this worker.
 
     Attributes:
         is_replacement: whether this worker replaces a worker which ended. It then accepts connections only

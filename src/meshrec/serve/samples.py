@@ -113,10 +113,6 @@ def _check_names(
     """Raise RequestError if a sample lacks a required name, or repeats a shared one.
 
     Unknown names are ignored, as in data files.
-
-    Args:
-        required: names which every sample must have.
-        common: shared values by name.
     """
     names = set(required)
     for number, sample in enumerate(samples):

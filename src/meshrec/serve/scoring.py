@@ -50,11 +50,7 @@ def score_request_of(path: str) -> ScoreRequest | None:
 
 
 class ScoringEndpoint:
-    """ASGI handler for scoring requests.
-
-    Args:
-        max_body: maximum body size in bytes.
-    """
+    """ASGI handler for scoring requests."""
 
     def __init__(self, service: ScoringService, max_body: int, reader: BodyReader) -> None:
         self._service, self._max_body, self._reader = service, max_body, reader
@@ -91,12 +87,7 @@ class ScoringEndpoint:
     async def _answer(
         self, requested: ScoreRequest, start_time: float, headers: Headers, receive: Receive
     ) -> Answer:
-        """Receive the body, score it, and return the answer.
-
-        Args:
-            start_time: ``time.monotonic`` time when the request arrived.
-            headers: request headers with lower-case names.
-        """
+        """Receive the body, score it, and return the answer."""
         # Before the body is read: a request that cannot be answered in time is refused at once.
         deadline = _parse_deadline(headers, start_time)
         self._service.check(requested, deadline)
@@ -173,10 +164,6 @@ async def send_answer(answer: Answer, send: Send) -> None:
 async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """Receive a request body from an ASGI receive function.
 
-    Args:
-        headers: request headers with lower-case names.
-        limit: maximum size in bytes.
-
     Raises:
         RequestError: the body is compressed, too large, or incomplete.
     """
@@ -222,10 +209,6 @@ def _header_text(headers: Headers, name: str) -> str | None:
 
 def _parse_deadline(headers: Headers, start_time: float) -> float:
     """Return the client's deadline from the header `TIMEOUT`, as a ``time.monotonic`` time.
-
-    Args:
-        headers: request headers with lower-case names.
-        start_time: ``time.monotonic`` time when the request arrived.
 
     Returns:
         The deadline; infinite without the header.

@@ -82,9 +82,6 @@ class ScoringService:
     """Service that scores requests from any transport.
 
     A request which cannot be answered in time is refused before the body is read.
-
-    Args:
-        waiting: memory limit for waiting requests.
     """
 
     def __init__(self, repository: Repository, metrics: Metrics, waiting: RequestMemory) -> None:
@@ -147,7 +144,6 @@ class ScoringService:
 
         Args:
             num_bytes: bytes of the body, for which the transport has already reserved memory.
-            start_time: ``time.monotonic`` time when the request arrived.
             deadline: ``time.monotonic`` time after which the answer is useless.
 
         Raises:

@@ -147,9 +147,6 @@ def _trial_failure(
 ) -> str | None:
     """Load a package and score the warm-up samples in a forked process.
 
-    Args:
-        seconds: maximum duration.
-
     Returns:
         Why the package must not be loaded, or None if the trial passed.
     """
@@ -199,7 +196,6 @@ def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: s
 
     Args:
         load: function to run; returns the report.
-        seconds: maximum duration.
     """
     report = b""
     code = 1

@@ -247,8 +247,6 @@ class _Supervisor:
         Once all workers have finished, send the outcome to the worker which requested the change.
 
         Args:
-            number: number of the change in `_tasks`.
-            index: index of the worker which has finished.
             error: arguments of the `RequestError` that this worker raised; None: success.
         """
         task = self._tasks[number]

@@ -198,9 +198,6 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
     If the search proved ``cut`` to be the fastest, the bound is the predicted time of ``cut``. Otherwise, the
     bound assumes that all stages take equally long, but no less than the slowest unit.
-
-    Args:
-        costs: seconds per split (microbatch) for every unit.
     """
     # All cuts were visited, so no cut is faster.
     if cut.is_best:

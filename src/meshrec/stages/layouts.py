@@ -251,7 +251,6 @@ def simulate(
     """Simulate the 1F1B `schedule`, and return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: seconds per split (microbatch) for every stage.
         transfers: for the link from every stage to the next, seconds that a split occupies the link in one
             direction. Splits that use the same link and direction wait for each other.
         latency: additional seconds until a split arrives, during which the link is free for other splits.

@@ -120,7 +120,6 @@ def measure_units(
     measurement at the same time, because stages also share memory bandwidth in training.
 
     Args:
-        programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
         num_workers: number of threads that measure at the same time.
 
@@ -264,7 +263,6 @@ def _measure_all_units(
     """Run the first split (microbatch) once through all units, and return the seconds of every unit.
 
     Args:
-        programs: executable program for every unit.
         batch_values: batch values read by units, by value name.
     """
     values: dict[str, Any] = {}
@@ -336,10 +334,6 @@ def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits:
     """Return the predicted seconds per step for a cut, without the time on links between stages.
 
     The formula is at the top of ``choosing.py``.
-
-    Args:
-        costs: seconds per split (microbatch) for every unit.
-        stage_of: stage number for every unit.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

@@ -151,9 +151,6 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
     """Return the submodule names for which `stages_at_cuts` returns ``stage_of``.
 
     The list is empty if some stage starts inside a submodule, because no names express such a cut.
-
-    Args:
-        stage_of: stage number for every unit.
     """
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]

@@ -122,7 +122,6 @@ class SplitLosses:
         The gradients are computed only for training, with respect to the values the model returns.
 
         Args:
-            k: split index.
             results: values returned by the model, by (value name, split index). The entries for split ``k``
                 are removed.
         """

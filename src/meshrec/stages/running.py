@@ -159,7 +159,6 @@ class StageRun:
         """Run the backward pass of split ``k``: wait for the output gradients, compute, and send the results.
 
         Args:
-            k: split index.
             result_gradients: gradients for the values the model returns, by value name. The gradients
                 for values read by other stages are received from these stages.
 

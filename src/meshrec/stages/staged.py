@@ -258,7 +258,6 @@ class Staged(NamedAsModel):
         """Join the results of all splits, and return the model's output for the whole batch.
 
         Args:
-            result: function returned by `_run`.
             batch_values: batch values by name; the model may return them unchanged.
         """
         assert self._staging is not None
@@ -325,11 +324,7 @@ class _ResultLayout:
         self.positions: list[tuple[str, int, int]] = []
 
     def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
-        """Return the tensors in all results of a batch as a flat list, detached.
-
-        Args:
-            run: batch after the forward pass.
-        """
+        """Return the tensors in all results of a batch as a flat list, detached."""
         tensors = []
         for name in self.names:
             for k in range(num_splits):

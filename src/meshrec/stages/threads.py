@@ -263,9 +263,6 @@ class ThreadedBatch:
 
         If gradients are enabled, the value's autograd graph reaches back to the inputs of the stage which
         computed it, and no further.
-
-        Args:
-            k: split index.
         """
         by_stage = [run.values.results for run in self.runs]
         return next(results[name, k] for results in by_stage if (name, k) in results)

@@ -147,11 +147,7 @@ def _input_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
-    """Return `Traced.input_program`, which maps the model's arguments to the batch values read by units.
-
-    Args:
-        inputs: nodes from `_input_nodes`.
-    """
+    """Return `Traced.input_program`, which maps the model's arguments to the batch values read by units."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -164,11 +160,7 @@ def _input_program(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node)
 
 
 def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> list[Unit]:
-    """Group nodes into units.
-
-    Args:
-        inputs: nodes from `_input_nodes`.
-    """
+    """Group nodes into units."""
     group = _Groups(nodes)
     # Nodes which run once per batch: table lookups, and all nodes which compute their inputs.
     whole: set[fx.Node] = set()

@@ -107,9 +107,6 @@ class StageValues:
         """Send a value computed by this stage to all other stages which read it.
 
         If the model returns the value, also store it in ``results``.
-
-        Args:
-            k: split index.
         """
         if name in self._returned:
             self.results[name, k] = value
@@ -127,9 +124,6 @@ class StageValues:
         """Send the gradients for a value back to the stage which computed the value.
 
         Gradients for batch values and for this stage's table lookups are stored instead.
-
-        Args:
-            k: split index.
         """
         if name in self._pieces:
             # The table update runs once, after all splits, so gradients wait here.
@@ -145,9 +139,6 @@ class StageValues:
         self, k: int, result_gradients: Mapping[str, Gradients]
     ) -> dict[str, Gradients | None]:
         """Wait for the gradients for all values which this stage has computed for split ``k``.
-
-        Args:
-            k: split index.
 
         Returns:
             Gradients by value name, summed over ``result_gradients`` and all stages which read the value.

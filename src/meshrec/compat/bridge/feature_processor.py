@@ -95,7 +95,6 @@ def weighted_bags(
     """Replace the named features in ``features`` by weighted bags, and return ``features``.
 
     Args:
-        features: bags by feature. Changed in place.
         weights: position weights per name, [maximum bag length].
     """
     for i in range(len(names)):

@@ -93,9 +93,6 @@ class Bridge(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Return the spec of a bridged module, or None for modules outside the bridged packages.
 
-        Args:
-            target: ignored.
-
         Raises:
             ImportError: the module has no counterpart in MeshRec.
         """
@@ -269,9 +266,6 @@ def _defining_module(path: str, name: str) -> ModuleType | None:
     """Return the MeshRec module that defines the object behind a bridged name.
 
     None if the name is a module, is an object of torch, or has another name in MeshRec.
-
-    Args:
-        path: bridged module, such as ``torchrec.optim``.
     """
     target, _, attribute = MODULES[path].get(name, "").partition(":")
     return importlib.import_module(target) if attribute == name and target.startswith("meshrec.") else None

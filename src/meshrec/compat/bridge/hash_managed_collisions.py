@@ -230,10 +230,6 @@ class HashZchManagedCollisionModule(FixedRows, ManagedCollisionModule):
     def _make_room(self, num_rows: int, keep: Tensor) -> int:
         """Evict IDs that the policy allows to evict, those with the earliest expiry first.
 
-        Args:
-            num_rows: maximum number of IDs to evict.
-            keep: indices of rows whose IDs must stay.
-
         Returns:
             Number of freed rows.
         """

@@ -19,9 +19,6 @@ MEMORY = {
 def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Check the names of options, and log those that have no effect here.
 
-    Args:
-        defaults: TorchRec's option names and default values.
-
     Raises:
         TypeError: an option name is unknown.
     """

@@ -54,13 +54,7 @@ class TorchRecSharder:
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """Return the sharded module. Collective.
-
-        Args:
-            env: ranks or devices (default: all ranks).
-            device: device (default: the process group's).
-            module_fqn: ignored.
-        """
+        """Return the sharded module. Collective."""
         plan = module_to_core(params)
         return self.sharded_type(module, self.core_sharder(module, plan).built(module, plan, env, device))
 

@@ -31,7 +31,6 @@ def _generator(
     """Convert a builder of MeshRec's plans to a generator in TorchRec's form.
 
     Args:
-        make: MeshRec's builder, such as ``plan.builders.row_wise``.
         kernel: compute kernel; None: chosen per table.
     """
 
@@ -42,7 +41,6 @@ def _generator(
 
         Args:
             param: table weight [num_embeddings, embedding_dim].
-            sharder: ignored.
         """
         size = TableSize(param.shape[0], param.shape[1])
         core_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
@@ -203,11 +201,7 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> cor
     """Return a generator of column-wise shardings with ``sizes[i]`` columns on rank i."""
 
     def generate(table: str, size: TableSize, ranks: core.WorldShape) -> CoreSharding:
-        """Return a column-wise sharding with ``sizes[i]`` columns on rank i.
-
-        Args:
-            table: ignored.
-        """
+        """Return a column-wise sharding with ``sizes[i]`` columns on rank i."""
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
                 f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}. "

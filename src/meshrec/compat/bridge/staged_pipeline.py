@@ -115,7 +115,6 @@ class StagedTrainPipeline:
         """Run a stage on a batch, on the stage's stream, and return the result.
 
         Args:
-            index: stage index.
             fills: whether ``progress`` is filling an empty pipeline. If so, call the stage's
                 ``fill_callback`` afterwards.
         """

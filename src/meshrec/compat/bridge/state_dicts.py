@@ -99,7 +99,6 @@ def _rectangles_of(
     """Return one rank's shards of a split table, from the pickled values.
 
     Args:
-        rectangles: bounds of every rectangle in the table.
         like: empty tensor with the dtype of the table.
     """
     return LocalRectangles(parts, [Rectangle(*bounds) for bounds in rectangles], like, size)

@@ -192,10 +192,6 @@ def _seconds(
     """Return the seconds of several calls, without the first call, which warms up. Collective.
 
     Every call gets a freshly written message.
-
-    Args:
-        call: collective to time.
-        elements: number of fp32 values in the message.
     """
     times = []
     for _ in range(_CALLS + 1):

@@ -181,7 +181,6 @@ def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> li
     """Run training steps of a trial on new tables. Collective.
 
     Args:
-        trial: module to time.
         steps: number of timed steps, after a few steps to warm up.
 
     Returns:

@@ -232,7 +232,6 @@ def copy_if_present(target: Tensor | None, source: Tensor | None, non_blocking: 
     Args:
         target: tensor to write, or None.
         source: tensor to read, or None.
-        non_blocking: whether the copy may be asynchronous.
     """
     if target is not None and source is not None:
         target.copy_(source, non_blocking=non_blocking)

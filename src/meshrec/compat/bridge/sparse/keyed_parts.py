@@ -232,9 +232,6 @@ class KeyedParts:
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Return how many elements of every tensor in ``dist_tensors`` go to every rank.
 
-        Args:
-            key_splits: number of keys per target rank.
-
         Returns:
             A list per tensor, in the order of ``dist_labels``, with an element count per target rank.
         """
