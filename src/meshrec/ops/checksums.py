@@ -25,7 +25,6 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
     goes to zlib, because ctypes cannot take the address of a read-only buffer.
 
     Args:
-        content: bytes to hash.
         before: CRC-32 of the bytes that precede ``content`` in the stream; 0: none.
     """
     # from_buffer shares the memory of the caller, without a copy.
@@ -43,8 +42,6 @@ def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) ->
     The compiled kernel runs without the GIL.
 
     Args:
-        offset: position of the first byte.
-        length: number of bytes.
         before: CRC-32 of the bytes that precede the range; 0: none.
     """
     if _library is not None:

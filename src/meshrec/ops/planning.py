@@ -109,9 +109,7 @@ def anneal(
 
     Args:
         assignment: initial plan, which must fit into ``memory_cap``.
-        memory_cap: bytes per rank.
         max_work: limit for ``Annealed.work``, the number of times the load of a rank is computed.
-        seconds: time limit.
         placement_share: maximum share of the work for moves that consider all ranks, to place or split a
             table again. The other moves shift a single shard or exchange two.
         exponent: initial exponent of the norm that smooths the maximum over ranks, a power of two up to 64.

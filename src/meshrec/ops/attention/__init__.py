@@ -92,7 +92,6 @@ def jagged_attention(
         max_length: maximum number of tokens in a sample. ``"silu"`` divides the weights by it.
         kind: attention weights: ``SiLU(scale q k^T + bias) / max_length``, or a softmax over the allowed
             keys.
-        scale: factor for the dot products.
         mask: which keys a query attends to.
         bias: biases to add to the scores.
         num_targets_B: number of targets at the end of every sample, int64 [B]. None: no targets.

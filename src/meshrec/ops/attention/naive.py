@@ -180,7 +180,6 @@ def attention_mask(row: Tensor, column: Tensor, length: int, num_targets: int, o
     Args:
         row: query positions in the sample, int64, broadcast against ``column``.
         column: key positions in the sample, int64.
-        options: mask settings.
     """
     seen = column <= row if options.causal else column < length
     if options.window:

@@ -38,8 +38,6 @@ def _add_to_histogram(histogram, tile, buckets, allowed, num_buckets, BUCKETS: t
     Args:
         histogram: sums before, fp32 [BUCKETS].
         tile: values to add, fp32 [BLOCK, BLOCK]; 0 where ``allowed`` is false.
-        allowed: attention mask.
-        num_buckets: number of buckets that exist.
     """
     # Times within a tile are close together, so few buckets occur: loop over these only.
     low = tl.min(tl.min(tl.where(allowed, buckets, num_buckets), 1), 0)

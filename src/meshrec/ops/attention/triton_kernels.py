@@ -95,44 +95,28 @@ def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load queries for a head, [BLOCK, WIDTH].
-
-    Args:
-        inside: mask for valid positions.
-    """
+    """Load queries for a head, [BLOCK, WIDTH]."""
     rows = tokens.query + head * tokens.query_head
     return _load(rows, first, positions, tokens.query_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
 def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load output gradients for a head, [BLOCK, WIDTH].
-
-    Args:
-        inside: mask for valid positions.
-    """
+    """Load output gradients for a head, [BLOCK, WIDTH]."""
     width = tokens.value_width
     return _load(grad + head * width, first, positions, tokens.num_heads * width, width, inside, WIDTH)
 
 
 @triton.jit
 def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load keys for a head, [BLOCK, WIDTH].
-
-    Args:
-        inside: mask for valid positions.
-    """
+    """Load keys for a head, [BLOCK, WIDTH]."""
     rows = tokens.key + head * tokens.key_head
     return _load(rows, first, positions, tokens.key_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
 def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load values for a head, [BLOCK, WIDTH].
-
-    Args:
-        inside: mask for valid positions.
-    """
+    """Load values for a head, [BLOCK, WIDTH]."""
     rows = tokens.value + head * tokens.value_head
     return _load(rows, first, positions, tokens.value_stride, tokens.value_width, inside, WIDTH)
 
@@ -155,10 +139,6 @@ def query_times(biases, first, row, is_row, history):
 
     A history token uses the timestamp of the next token in the sample. The last history token and the targets
     use their own timestamps. Without a time bias, the result is meaningless and not used.
-
-    Args:
-        is_row: mask for valid rows.
-        history: sample length without targets.
     """
     # A placeholder of the right type, which is not read without a time bias.
     times = row.to(tl.int64)
@@ -201,10 +181,6 @@ def tile_bias_and_mask(
 
     All heads share them. The mask is that of ``naive.attention_mask``, and also false where a query or a key
     does not exist.
-
-    Args:
-        history: sample length without targets.
-        is_row: mask for valid rows.
     """
     # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
@@ -234,10 +210,8 @@ def weights_and_score_grads(
     """Return the attention weights and the gradients of the scores for a tile, both [BLOCK, BLOCK].
 
     Args:
-        allowed: attention mask.
         results: `BackwardInputs`; read for softmax only.
         position: index per query in the [M, H] tensors, for this head, [BLOCK].
-        is_row: mask for valid rows.
     """
     if SOFTMAX:
         # The forward pass saved the log-sum-exp, so the weights need no second pass over the keys.
@@ -274,9 +248,6 @@ def key_blocks(
     - Number of blocks in the first two ranges together.
     - Start of the third range.
     - Number of blocks in all ranges.
-
-    Args:
-        history: sample length without targets.
     """
     # Key positions [low, high) that the mask allows for these queries, apart from targets.
     low = 0
@@ -347,7 +318,6 @@ def nth_block(n, first_range, second, num_before, third):
 
     Args:
         n: how many blocks have been visited before.
-        second: start of the second range.
     """
     return tl.where(
         n < first_range, n, tl.where(n < num_before, second + n - first_range, third + n - num_before)

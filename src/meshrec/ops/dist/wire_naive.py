@@ -97,7 +97,6 @@ class _BlockRanges(NamedTuple):
         """Return the part of a flat tensor that belongs to the block, [N, ``row_size``], as a view.
 
         Args:
-            row_size: elements or bytes per row.
             start: position at which the block starts.
         """
         num_rows = self.rows.stop - self.rows.start

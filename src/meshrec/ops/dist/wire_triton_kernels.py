@@ -87,7 +87,6 @@ def encode_rows(
         keys: row key per row, int64, or None.
         first_element: position in ``values`` at which the column starts.
         first_byte: position in ``message`` at which the column starts.
-        row_bytes: bytes between rows.
         first_key: key of row 0, without ``keys``.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -194,7 +193,6 @@ def decode_rows(
 
     Args:
         first_byte: position in ``message`` at which the column starts.
-        row_bytes: bytes between rows.
         first_element: position in ``values`` at which the column starts.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -82,9 +82,6 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     """Return the slot for each ID, searched in the memory of a compiled index; -1 for an ID without a slot.
 
     [Note: the hash index] in csrc/index/shard.h describes the memory layout.
-
-    Args:
-        seed: index seed.
     """
     header, buckets = memory[0], memory[1].flatten()
     shard_bits, room = int(header[3]), int(header[4])
@@ -149,7 +146,6 @@ def index_find_parts(
 
     Args:
         memory: four tensors per index, see ``index_find``.
-        seeds: seed per index.
         starts: start position per span, ascending.
         ends: end position per span, exclusive.
         indexes: number of the index to search, per span.

@@ -60,7 +60,6 @@ def forward(
     Args:
         bits: bits per quantized value, per table; 0 for a floating-point table.
         keyed: key indexes of the tables that are read by raw ID, by table number.
-        weights: rows per table.
         lookups: the batch, and the table that every feature reads.
         options: output size and dtype, and whether to check IDs and weights.
 
@@ -97,7 +96,6 @@ def hashed_forward(
         bits: bits per quantized value, per table; 0 for a floating-point table.
         indexes: hash index of every hashed table, and the seed with which ``mix`` hashes IDs before they are
             searched in the index; by table number.
-        weights: rows per table, by slot.
         lookups: the batch, and the table that every feature reads.
         options: output size and dtype, and whether to check IDs and weights.
 

@@ -28,8 +28,6 @@ def _transfer(
     """Copy table rows between a file and memory. The direction is that of ``operator``.
 
     Args:
-        operator: ``records_read`` or ``records_write``.
-        file: open file descriptor.
         layout: positions and sizes of the records in the file.
         keys: key of each row, int64 [N], ascending.
         parts: memory for the rows, a tensor ``[height, ...]`` per row part (weight, optimizer state).

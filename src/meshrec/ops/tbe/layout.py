@@ -209,7 +209,6 @@ def make_layout(
         keys: key read by every feature, [F].
         dims: feature widths, [F].
         pooling: pooling mode codes, [F].
-        flat: whether the output is 1-D.
 
     Raises:
         ValueError: a width is below 1, NONE is used with a 2-D output, or features in a 2-D output have

@@ -44,7 +44,6 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
     Args:
         offsets: first ID index per bag, followed by N.
         is_bad: output flag, int32 [1], initially 0.
-        BLOCK: offsets per program.
     """
     bags = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = bags < num_bags
