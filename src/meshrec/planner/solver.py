@@ -307,14 +307,10 @@ class _HalvingSearch:
         work = self._bound_work + self._search_work
         return work >= self._effort.max_work or time.perf_counter() >= self._deadline
 
-    @property
-    def _is_proven(self) -> bool:
-        """Whether the best plan is close enough to the lower bound, as `Effort.gap` defines it."""
-        return self.best_seconds - self.value <= self._effort.gap * self.best_seconds
-
     def step(self) -> bool:
         """Run one bound step or one attempt. Return False if the search is finished or out of time."""
-        if self.best_seconds < np.inf and (self._is_proven or self._is_spent):
+        is_proven = self.best_seconds - self.value <= self._effort.gap * self.best_seconds
+        if self.best_seconds < np.inf and (is_proven or self._is_spent):
             return False
         set_search = min(self._set_searches, key=lambda set_search: set_search.value)
         can_prove = self.best_seconds < np.inf and not set_search.is_exhausted and set_search.has_time

@@ -7,6 +7,7 @@ written to use memory. Elsewhere the tensors start small and are copied to large
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ class FreeArgs(ctypes.Structure):
 
 
 _seed, _address, _count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64
-_library = c_functions(
+# Any: without it, no CompiledIndex is made.
+_library: Any = c_functions(
     index_give=(_count, [ctypes.POINTER(AssignArgs), _count]),
     index_insert=(_count, [_pointers, _seed, _address, _count, _address, _address]),
     index_remove=(_count, [_pointers, _seed, _address, _count, _address]),
@@ -133,7 +135,6 @@ class CompiledIndex:
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes."""
-        assert _library is not None
         return int(_library.meshrec_index_num_bytes(self._addresses))
 
     @property
@@ -162,7 +163,6 @@ class CompiledIndex:
             ids_N: int64, contiguous, distinct and ascending.
             given_N: free slots to assign to the IDs, int64 [N]. None: the lowest free slots.
         """
-        assert _library is not None
         num_live, num_slots, max_slots, _, _, slot_capacity = self.memory[0][:_HEADER_WORDS].tolist()[:6]
         # Grow the slot capacity first, because the kernel cannot: it only gets addresses. The capacity
         # doubles, so that copies stay rare.
@@ -187,7 +187,6 @@ class CompiledIndex:
 
     def remove(self, ids_N: Tensor) -> Tensor | Status:
         """Remove IDs, and return their slots. If that fails, return a status and change nothing."""
-        assert _library is not None
         slots = torch.empty_like(ids_N)
         status = _library.meshrec_index_remove(
             self._addresses, self.seed, ids_N.data_ptr(), len(ids_N), slots.data_ptr()
@@ -196,7 +195,6 @@ class CompiledIndex:
 
     def ids_of(self, slots_N: Tensor) -> Tensor | Status:
         """Return the ID stored in each slot, int64 [N]; a status if any slot holds no ID."""
-        assert _library is not None
         ids = torch.empty_like(slots_N)
         status = _library.meshrec_index_ids_of(
             self._addresses, self.seed, slots_N.data_ptr(), len(slots_N), ids.data_ptr()
@@ -205,7 +203,6 @@ class CompiledIndex:
 
     def items(self) -> tuple[Tensor, Tensor]:
         """Return all IDs in ascending order, and their slots: both int64 [num_live]."""
-        assert _library is not None
         # The match count is unknown before the scan, so allocate the maximum.
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
         _library.meshrec_index_items(self._addresses, self.seed, ids.data_ptr(), slots.data_ptr())
@@ -215,7 +212,6 @@ class CompiledIndex:
 
     def marked(self, marks: Tensor, max_id: int) -> tuple[Tensor, Tensor]:
         """Return the IDs that have a marked slot, and these slots; see ``HashIndex.marked``."""
-        assert _library is not None
         ids, slots = torch.empty(2, self.num_live, dtype=torch.int64)
         # The kernel returns how many entries it has written.
         count = _library.meshrec_index_marked(
@@ -307,7 +303,6 @@ def assign(arguments: Sequence[AssignArgs]) -> list[int]:
         Number of distinct IDs inserted per index, or -1 for an index that did not change because it is full
             or must first be copied to larger memory.
     """
-    assert _library is not None
     array = (AssignArgs * len(arguments))(*arguments)
     _library.meshrec_index_give(array, len(arguments))
     # ctypes has copied the arguments into the array, so the results are there.
@@ -325,7 +320,6 @@ def free(indexes: Sequence[CompiledIndex], slots: Sequence[Tensor]) -> list[Tens
         Removed IDs per index, int64 [N], if all slots are valid. Otherwise no index changes, and the result
             is a status per index. ``Status.SUCCESS`` then means that the slots of this index were valid.
     """
-    assert _library is not None
     ids = [torch.empty_like(index_slots) for index_slots in slots]
     arguments = (FreeArgs * len(indexes))()
     for item, index, index_slots, out in zip(arguments, indexes, slots, ids, strict=True):
