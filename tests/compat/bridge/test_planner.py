@@ -6,7 +6,8 @@ from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge import planner
 from meshrec.compat.bridge.constraints import ParameterConstraints
 from meshrec.compat.bridge.model_parallel import DistributedModelParallel
-from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder, QuantEmbeddingBagCollectionSharder
+from meshrec.compat.bridge.quant_sharders import QuantEmbeddingBagCollectionSharder
+from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder
 from meshrec.optim import apply_optimizer_in_backward
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types

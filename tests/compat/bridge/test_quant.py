@@ -21,7 +21,8 @@ from meshrec.compat.bridge.model_parallel import DistributedModelParallel, shard
 from meshrec.compat.bridge.optimizers import EmbOptimType
 from meshrec.compat.bridge.pruning import set_pruning_data
 from meshrec.compat.bridge.quant import QuantConfig
-from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder, QuantEmbeddingBagCollectionSharder
+from meshrec.compat.bridge.quant_sharders import QuantEmbeddingBagCollectionSharder
+from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder
 from meshrec.compat.bridge.sharding_env import ShardingEnv
 
 

@@ -12,7 +12,7 @@ from meshrec import model_parallel as core
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation
 from meshrec.compat.bridge.plans import BoundsCheckMode, ShardingPlan, to_core
-from meshrec.compat.bridge.sharders import (
+from meshrec.compat.bridge.quant_sharders import (
     QuantEmbeddingBagCollectionSharder,
     QuantEmbeddingCollectionSharder,
 )

@@ -256,11 +256,11 @@ MODULES: dict[str, dict[str, str]] = {
         **_of(f"{_C}.sharded", "ShardedEmbeddingCollection"),
     },
     "torchrec.distributed.quant_embedding": {
-        **_of(f"{_C}.sharders", "QuantEmbeddingCollectionSharder"),
+        **_of(f"{_C}.quant_sharders", "QuantEmbeddingCollectionSharder"),
         "ShardedQuantEmbeddingCollection": f"{_C}.sharded:ShardedEmbeddingCollection",
     },
     "torchrec.distributed.quant_embeddingbag": {
-        **_of(f"{_C}.sharders", "QuantEmbeddingBagCollectionSharder"),
+        **_of(f"{_C}.quant_sharders", "QuantEmbeddingBagCollectionSharder"),
         "ShardedQuantEmbeddingBagCollection": f"{_C}.sharded:ShardedEmbeddingBagCollection",
     },
     "torchrec.distributed.model_parallel": {
