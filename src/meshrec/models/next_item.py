@@ -300,6 +300,9 @@ def evaluate_targets(
     An item with the same score as the target is a tie. A tie adds 0.5 to the rank, so a model that scores all
     items equally gets the middle rank and not the best rank.
 
+    Scores have the type of the queries. On a CPU with native bf16, bf16 scores would save a fifth of an
+    evaluation. But the loss needs all scores, and it would change by up to 0.03 per sample.
+
     Args:
         query_BD: Queries, converted by ``similarity.convert_queries``.
         target_BD: Vector per target, converted by ``similarity.convert_items``.

@@ -32,7 +32,7 @@ COSTS = {
     "log row, in memory": UnitCost(memory=150, start=0.55e-6, largest=8e6),
     "user in a log": UnitCost(memory=24, disk=54, largest=10e6),
     "item in a log, besides its embedding row": UnitCost(memory=166, disk=25, largest=2.2e6),
-    "user x item in an evaluation": UnitCost(step=0.015e-6, largest=2.2e9),
+    "user x item in an evaluation": UnitCost(step=0.004e-6, largest=4.7e9),
     "table row, `train`": UnitCost(memory=4, step=0.8e-6, largest=16e6),
     "table row, fitting": UnitCost(once=0.35e-6, largest=8e6),
     "vocabulary value, integer": UnitCost(memory=28, once=0.9e-6, largest=16e6),
