@@ -23,7 +23,7 @@ from meshrec.cli.train import main as train
 from meshrec.data.encoding import RowOrigin
 from meshrec.data.faults import Faults
 from meshrec.data.interactions import HISTORY, SEEN, TIMES
-from meshrec.data.samples import to_batch
+from meshrec.data.samples import PermutedSamples, to_batch
 from meshrec.export import Predictor
 from meshrec.export.package import why_not_compiled
 from meshrec.runs.export import export_run
@@ -81,7 +81,8 @@ def by_trained(run, new, file):
     """Return the scores of the trained model, and its input: what training makes of the rows."""
     features = features_of(run).unlabelled()
     samples = features.encode(new, RowOrigin("new", 0), Faults("raise"))
-    batch = to_batch(features.keys, features.shape, [samples])
+    whole = PermutedSamples(samples)
+    batch = to_batch(features.keys, features.shape, whole.ranges(0, whole.num))
     scorer = load_scorer(run, join("cpu"), file, labelled=False)
     scorer.model.eval()
     whole = batch.padded(EVALUATION_BATCH)

@@ -12,6 +12,7 @@ decimal128(38, 0), or a double in a column with nulls. There are two conversions
 ``docs/guides/column-types.md`` lists types and kinds.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def is_list(kind: "pa.DataType") -> bool:
     return any(check(kind) for check in lists)
 
 
+@functools.lru_cache(maxsize=1024)  # many checks, for each column of each table
 def plain_type(kind: "pa.DataType") -> "pa.DataType":
     """Return the type to which `plain` converts a column with the type ``kind``."""
     if isinstance(kind, pa.BaseExtensionType):

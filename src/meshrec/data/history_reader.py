@@ -10,7 +10,7 @@ from meshrec.data.batch import Batch
 from meshrec.data.dataset import Reader, RowsOfFile
 from meshrec.data.in_memory import IndexedSamples
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
-from meshrec.data.samples import Ints, Ragged, Samples, Shape, gather_ranges, to_batch
+from meshrec.data.samples import Ints, PermutedSamples, Ragged, Samples, Shape, gather_ranges, to_batch
 
 # n samples of a batch
 
@@ -102,9 +102,8 @@ class HistoryReader(IndexedSamples, Reader):
         # A batch row is that of the sample's first target.
         no_dense, labels = np.zeros((len(samples), 0), np.float32), np.ones(len(samples), np.float32)
         rows = log.rows[target_starts].astype(np.int64, copy=False)
-        return to_batch(
-            tuple(ids), Shape(0, len(ids)), [Samples(no_dense, labels, tuple(ids.values()), rows=rows)]
-        )
+        of_batch = PermutedSamples(Samples(no_dense, labels, tuple(ids.values()), rows=rows))
+        return to_batch(tuple(ids), Shape(0, len(ids)), of_batch.ranges(0, len(samples)))
 
 
 def _side_features(log: Interactions, users: Ints, indices: Ints) -> dict[str, Ragged]:

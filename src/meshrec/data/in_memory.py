@@ -14,7 +14,7 @@ from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile, locate
 from meshrec.data.faults import DataError, rows_text
 from meshrec.data.order import Step, Stream, check_seed, generator, rank_slice, steps
-from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to_batch
+from meshrec.data.samples import Floats, Ints, PermutedSamples, Samples, Shape, gather_ranges, to_batch
 
 
 class Ranges(NamedTuple):
@@ -201,4 +201,4 @@ class InMemoryReader(IndexedSamples, Reader):
         )
         rows = Samples(self._dense[samples], self._labels[samples], ids, rows=self._rows[samples])
         shape = Shape(self._dense.shape[1], len(self._ids), self._labels[:1].size)
-        return to_batch(tuple(self._ids), shape, [rows])
+        return to_batch(tuple(self._ids), shape, PermutedSamples(rows).ranges(0, len(samples)))

@@ -126,9 +126,9 @@ def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LaneP
     parts, num_before = [], 0
     for lane in range(lanes):
         # Sample i is in lane i mod lanes, so this counts the lane's samples below both edges.
-        first, last = ((edge - lane + lanes - 1) // lanes for edge in step)
-        part = LanePart(lane, first + max(0, start - num_before), min(last, first + end - num_before))
-        if part.first < part.last:
-            parts.append(part)
+        first, last = (step.start - lane + lanes - 1) // lanes, (step.stop - lane + lanes - 1) // lanes
+        part_first, part_last = first + max(0, start - num_before), min(last, first + end - num_before)
+        if part_first < part_last:
+            parts.append(LanePart(lane, part_first, part_last))
         num_before += last - first
     return parts

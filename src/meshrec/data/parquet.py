@@ -19,7 +19,7 @@ from meshrec.data.samples import Samples, void_samples
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.tables import EncodedRows, ReadOptions, Tables, table_dataset
 
-_READ_ROWS = 1 << 15
+_READ_ROWS = 1 << 14
 """Minimum rows to decode at a time, even if the window is smaller."""
 
 
@@ -164,7 +164,7 @@ class ParquetSource(EncodedRows, Tables, Source):
             text_columns = _text_columns(self._metadata[group.file], columns)
             with self._reopened(group.file, read_dictionary=text_columns) as opened:
                 batches = opened.iter_batches(
-                    batch_size=max(size, _READ_ROWS),
+                    batch_size=size * -(-_READ_ROWS // size),  # whole windows, which are not copied
                     row_groups=[group.number],
                     columns=columns,
                     use_threads=False,

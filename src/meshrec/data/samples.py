@@ -11,11 +11,29 @@ import numpy.typing as npt
 import torch
 
 from meshrec.data.batch import Batch
+from meshrec.ops.jagged import concat_samples, permute_samples
 from meshrec.sparse import KeyedJaggedTensor
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.int32] | Ints
+
+
+class IdTable(NamedTuple):
+    """IDs of consecutive integer codes, such as the positions in a dictionary."""
+
+    ids: Ints
+    """IDs, int64 [n], n > 0. Codes outside of the table have the last ID."""
+    first: int = 0
+    """Code of the first ID."""
+
+    def of(self, codes: Codes) -> Ints:
+        """Return the IDs of codes, int64 [N]."""
+        # Unsigned, so that codes below the first are large, too.
+        index = codes.astype(np.int64, copy=False).view(np.uint64) - np.uint64(self.first % (1 << 64))
+        ids: Ints = self.ids.take(np.minimum(index, np.uint64(len(self.ids) - 1)).view(np.int64))
+        return ids
 
 
 class Ragged(NamedTuple):
@@ -24,16 +42,24 @@ class Ragged(NamedTuple):
     Sample i has the IDs ``values[offsets[i] : offsets[i + 1]]``.
     """
 
-    values: Ints
-    """IDs, int64 [N]. IDs before ``offsets[0]`` and after ``offsets[-1]`` belong to no sample; see `part`."""
+    codes: Codes
+    """IDs, int64 [N]; or codes with a table of their IDs, int32 or int64 [N]. Those before ``offsets[0]`` and
+    after ``offsets[-1]`` belong to no sample; see `part`."""
     offsets: Ints
     """Start per sample, and the end of the last sample, int64 [n + 1]."""
     weights: Floats | None = None
     """Weight per ID, float32 [N]; None: no weights."""
+    table: IdTable | None = None
+    """IDs of the codes, which a batch looks up. None: the codes are IDs."""
+
+    @property
+    def values(self) -> Ints:
+        """IDs, int64 [N]."""
+        return self.codes if self.table is None else self.table.of(self.codes)  # type: ignore[return-value]
 
     def part(self, first: int, last: int) -> "Ragged":
         """Return the samples ``first`` to ``last``, exclusive, as views: offsets need not start at 0."""
-        return Ragged(self.values, self.offsets[first : last + 1], self.weights)
+        return self._replace(offsets=self.offsets[first : last + 1])
 
     def take(self, order: Ints) -> "Ragged":
         """Return copies of the samples at the indices ``order``, in this order; indices may repeat."""
@@ -42,17 +68,17 @@ class Ragged(NamedTuple):
         # One ID per sample is the most common case, and needs no ranges.
         if _common_length(lengths) == 1:
             weights = None if self.weights is None else self.weights[starts]
-            return Ragged(self.values[starts], np.arange(len(order) + 1, dtype=np.int64), weights)
+            return Ragged(self.codes[starts], np.arange(len(order) + 1, dtype=np.int64), weights, self.table)
         return self.ranges(starts, lengths)
 
     def ranges(self, starts: Ints, lengths: Ints) -> "Ragged":
         """Return n samples, where sample i has the IDs ``values[starts[i] : starts[i] + lengths[i]]``."""
-        return gather_ranges(self.values, starts, lengths, self.weights)
+        return gather_ranges(self.codes, starts, lengths, self.weights)._replace(table=self.table)
 
     def weighted(self) -> "Ragged":
         """Return the same IDs, with weights of 1 if there are none."""
         return (
-            self if self.weights is not None else self._replace(weights=np.ones(len(self.values), np.float32))
+            self if self.weights is not None else self._replace(weights=np.ones(len(self.codes), np.float32))
         )
 
 
@@ -92,14 +118,8 @@ class Samples(NamedTuple):
         is_valid, rows, weights = (None if values is None else values[index] for values in optional)
         return Samples(self.dense[index], self.labels[index], ids, is_valid, rows, weights)
 
-    def valid(self) -> "Samples":
-        """Return only the valid samples, with ``is_valid`` None."""
-        if self.is_valid is None or self.is_valid.all():
-            return self._replace(is_valid=None)
-        return self.take(np.flatnonzero(self.is_valid))._replace(is_valid=None)
 
-
-def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
+def gather_ranges(values: Codes, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
     """Copy n ranges of an array: sample i of the result has ``values[starts[i] : starts[i] + lengths[i]]``.
 
     Ranges may overlap, and may be empty.
@@ -126,18 +146,19 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
     return Ragged(gathered, offsets, None if weights is None else weights[index])
 
 
-def group_by_query(samples: Samples, query: int) -> Samples:
-    """Reorder samples to make those with the same query contiguous.
+def group_by_query(order: Ints, samples: Samples, query: int) -> Ints:
+    """Reorder sample indices to make samples with the same query contiguous.
 
     Queries are in the order of their first samples; samples of a query keep their order.
 
     Args:
+        order: indices of the samples, int64 [n].
         samples: samples with several labels.
         query: label column with the query; equal values are the same query.
     """
     # First sample per query, and the query per sample.
-    _, first, of_query = np.unique(samples.labels[:, query], return_index=True, return_inverse=True)
-    return samples.take(np.argsort(first[of_query], kind="stable"))
+    _, first, of_query = np.unique(samples.labels[order, query], return_index=True, return_inverse=True)
+    return order[np.argsort(first[of_query], kind="stable")]
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
@@ -150,10 +171,15 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
         # A piece may be a view, whose offsets select some of the values.
         # Only these values belong to the piece.
         used = [slice(int(part.offsets[0]), int(part.offsets[-1])) for part in ragged]
-        values = [part.values[rows] for part, rows in zip(ragged, used, strict=True)]
+        # Codes of different dictionaries differ, so look up their IDs.
+        table = ragged[0].table if all(part.table is ragged[0].table for part in ragged) else None
+        codes = (part.values if table is None else part.codes for part in ragged)
+        values = [values[rows] for values, rows in zip(codes, used, strict=True)]
         weights = [p.weights[rows] for p, rows in zip(ragged, used, strict=True) if p.weights is not None]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        ids.append(Ragged(np.concatenate(values), offsets, np.concatenate(weights) if weights else None))
+        ids.append(
+            Ragged(np.concatenate(values), offsets, np.concatenate(weights) if weights else None, table)
+        )
     is_valid = None
     if any(piece.is_valid is not None for piece in pieces):
         masks = [np.ones(len(p.labels), np.bool_) if p.is_valid is None else p.is_valid for p in pieces]
@@ -236,53 +262,100 @@ def void_samples(num: int, shape: Shape) -> Samples:
     )
 
 
-def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """Concatenate the valid samples of all pieces into a batch of CPU tensors.
+class PermutedSamples:
+    """Samples in the order in which batches take them, as tensors.
+
+    Args:
+        samples: the samples, with at least one key.
+        order: indices of the samples, int64 [n]; None: all, in their order.
+    """
+
+    def __init__(self, samples: Samples, order: Ints | None = None) -> None:
+        order = np.arange(len(samples.labels), dtype=np.int64) if order is None else order
+        optional: tuple[Any, ...] = (samples.rows, samples.weights)
+        fields = [samples.dense, samples.labels, *(field for field in optional if field is not None)]
+        self.num, self.has_rows = len(order), samples.rows is not None
+        self.values, self.offsets, self.weights, self.fields = permute_samples(
+            _tensor(order),
+            [_tensor(field) for field in fields],
+            [_tensor(ragged.codes) for ragged in samples.ids],
+            [_tensor(ragged.offsets) for ragged in samples.ids],
+            [_tensor(ragged.weights) for ragged in samples.ids if ragged.weights is not None],
+            [_NONE if ragged.table is None else _tensor(ragged.table.ids) for ragged in samples.ids],
+            [0 if ragged.table is None else ragged.table.first for ragged in samples.ids],
+        )
+        self.has_weights = samples.ids[0].weights is not None
+        # None: all samples are valid.
+        is_valid = None if samples.is_valid is None else samples.is_valid[order]
+        self._is_valid = None if is_valid is None or is_valid.all() else is_valid
+
+    def ranges(self, start: int, stop: int) -> list["SampleRange"]:
+        """Return the samples ``start`` to ``stop``, exclusive, without invalid samples."""
+        if self._is_valid is None:
+            return [SampleRange(self, start, stop)]
+        edges = np.flatnonzero(np.diff(self._is_valid[start:stop], prepend=False, append=False)) + start
+        return [SampleRange(self, first, last) for first, last in edges.reshape(-1, 2).tolist()]
+
+
+class SampleRange(NamedTuple):
+    """The samples ``start`` to ``stop``, exclusive."""
+
+    samples: PermutedSamples
+    start: int
+    stop: int
+
+
+def to_batch(keys: Sequence[str], shape: Shape, ranges: Sequence[SampleRange]) -> Batch:
+    """Concatenate samples to a batch of CPU tensors.
 
     Args:
         keys: keys of ``Batch.sparse``, in the order of ``Samples.ids``.
         shape: sample shape, needed for an empty batch.
-        pieces: samples, in order; no piece gives an empty batch.
+        ranges: samples, in order; none give an empty batch.
     """
-    pieces = [piece.valid() for piece in pieces] or [
-        void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))
-    ]
-    num = sum(len(piece.labels) for piece in pieces)
-    # KeyedJaggedTensor stores values key by key. Lengths are written in place, without an array per key and
-    # piece, because every training step waits for its batch.
-    lengths = np.empty((len(keys), num), dtype=np.int64)
-    values, weights, per_key = [], [], []
-    for key in range(len(keys)):
-        first, total = 0, 0
-        for piece in pieces:
-            ragged = piece.ids[key]
-            offsets = ragged.offsets
-            start, stop, last = int(offsets[0]), int(offsets[-1]), first + len(offsets) - 1
-            np.subtract(offsets[1:], offsets[:-1], out=lengths[key, first:last])
-            values.append(ragged.values[start:stop])
-            if ragged.weights is not None:
-                weights.append(ragged.weights[start:stop])
-            first, total = last, total + stop - start
-        per_key.append(total)
+    if not ranges:
+        none = PermutedSamples(void_samples(0, shape)._replace(rows=np.zeros(0, np.int64)))
+        ranges = [SampleRange(none, 0, 0)]
+    pieces = [samples for samples, _, _ in ranges]
+    values, lengths, id_weights, totals, fields = concat_samples(
+        [start for _, start, _ in ranges],
+        [stop for _, _, stop in ranges],
+        len(keys),
+        [field for fields in zip(*[piece.fields for piece in pieces], strict=True) for field in fields],
+        [piece.values for piece in pieces],
+        [piece.offsets for piece in pieces],
+        [piece.weights for piece in pieces] if pieces[0].has_weights else [],
+    )
+    dense, labels, *optional = fields
     # Valid by construction, so skip the checks.
     sparse = KeyedJaggedTensor.unchecked(
         list(keys),
-        torch.from_numpy(np.concatenate(values) if values else np.zeros(0, np.int64)),
-        torch.from_numpy(np.concatenate(weights)) if weights else None,
-        torch.from_numpy(lengths.reshape(-1)),
-        stride=num,
-        length_per_key=per_key,
+        values,
+        id_weights if pieces[0].has_weights else None,
+        lengths,
+        stride=len(labels),
+        length_per_key=totals.tolist(),
     )
-    dense = torch.from_numpy(np.concatenate([piece.dense for piece in pieces]))
-    labels = torch.from_numpy(np.concatenate([piece.labels for piece in pieces]))
-    rows, sample_weights = (_concatenated_or_none(pieces, name) for name in ("rows", "weights"))
-    return Batch(
-        dense,
-        sparse,
-        labels,
-        None if rows is None else torch.from_numpy(rows),
-        None if sample_weights is None else torch.from_numpy(sample_weights),
-    )
+    rows = optional.pop(0) if pieces[0].has_rows else None
+    return Batch(dense, sparse, labels, rows, *optional)
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+class _Writable:
+    """Array interface that presents a read-only array as one that may be written."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array  # keeps the memory alive
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor that is only read: a view, unless the array is not contiguous."""
+    array = np.ascontiguousarray(array)
+    # torch takes only arrays that may be written; arrays from Arrow may not.
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
 
 def _common_length(lengths: Ints) -> int | None:

@@ -3,7 +3,8 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
-from meshrec.data.samples import Ints, Samples, Shape, group_by_query, to_batch
+from meshrec.data.samples import Ints, PermutedSamples, SampleRange, Samples, Shape, group_by_query, to_batch
 
 
 class Source(ABC):
@@ -211,22 +212,23 @@ class StreamReader(Reader):
 
     def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
         order = self._block_order(epoch)
-        # Row in epoch order at which a lane starts.
-        starts = np.concatenate([[0], np.cumsum(lane_sizes(self._num_samples, self._lanes))])
+        # Row in epoch order at which a lane starts, and at the end the number of rows.
+        starts = np.cumsum([0, *lane_sizes(self._num_samples, self._lanes)]).tolist()
         # Lanes that this rank reads. A lane is opened at its first use and stays open until the epoch ends.
         open_lanes: dict[int, _Lane] = {}
-        with ExitStack() as stack:
+        # Also if the consumer stops in the middle of an epoch, the thread ends, and then files are closed.
+        with ExitStack() as files, _background_thread() as thread:
             for step in plan:
-                pieces: list[Samples] = []
+                ranges: list[SampleRange] = []
                 for part in lane_parts(step, self._lanes, rank, world_size):
-                    if part.lane not in open_lanes:
-                        base = int(starts[part.lane])
-                        stream = self._windows_from(order, epoch, base + part.first)
-                        # Close files even if the consumer stops in the middle of an epoch.
-                        stack.enter_context(closing(stream))
-                        open_lanes[part.lane] = _Lane(stream, part.first)
-                    pieces += open_lanes[part.lane].read(part)
-                yield to_batch(self._source.keys, self._source.shape, pieces)
+                    lane = open_lanes.get(part.lane)
+                    if lane is None:
+                        start, stop = starts[part.lane : part.lane + 2]
+                        windows = self._windows_from(order, epoch, start + part.first, stop)
+                        files.enter_context(closing(windows))
+                        lane = open_lanes[part.lane] = _Lane(windows, part.first, thread)
+                    ranges += lane.read(part)
+                yield to_batch(self._source.keys, self._source.shape, ranges)
 
     def _block_order(self, epoch: int) -> Ints:
         """Return all block numbers in the order of an epoch, int64."""
@@ -235,13 +237,16 @@ class StreamReader(Reader):
             return np.arange(num_blocks, dtype=np.int64)
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
-    def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """Yield the samples from a row to the epoch's end, window by window.
+    def _windows_from(
+        self, order: Ints, epoch: int, row: int, stop: int
+    ) -> Generator[PermutedSamples, None, None]:
+        """Yield the samples from a row on, window by window.
 
         Args:
             order: block numbers in the order of the epoch.
             epoch: epoch, which seeds the shuffling in windows.
             row: first row to yield, counted in the order of the epoch.
+            stop: end of the rows to yield. The last window may continue beyond it.
         """
         size = self._window
         # End of every block, in epoch order.
@@ -257,46 +262,66 @@ class StreamReader(Reader):
                     if samples.rows is None:
                         first_row = int(self._first_rows[block]) + number * size
                         samples = samples._replace(rows=np.arange(first_row, first_row + num, dtype=np.int64))
+                    of_window = np.arange(num, dtype=np.int64)
                     if self._shuffle:
                         # Seeded per window, so a resumed run shuffles the same windows alike.
                         rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
-                        samples = samples.take(rng.permutation(num))
+                        of_window = rng.permutation(num)
                         if self._source.shape.query:
-                            samples = group_by_query(samples, self._source.shape.query)
-                    yield samples.part(skip_rows, num)
+                            of_window = group_by_query(of_window, samples, self._source.shape.query)
+                    yield PermutedSamples(samples, of_window[skip_rows:])
+                    row += num - skip_rows
+                    if row >= stop:
+                        return
                     skip_rows = 0
             skip = 0
+
+
+@contextmanager
+def _background_thread() -> Iterator[ThreadPoolExecutor]:
+    """Run a background thread, which drops what it has not begun when the context ends."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="meshrec-reader")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 class _Lane:
     """Sequential reader of a lane: a contiguous range of an epoch's samples (see `meshrec.data.order`).
 
+    While the samples of a window are read, the background thread decodes the next window.
+
     Args:
         windows: samples of the lane from ``position`` on. The iterator may continue beyond the lane.
         position: number of the first sample to read, counted from the lane's start.
+        thread: background thread, shared by all lanes, so that sources are read by one thread.
     """
 
-    def __init__(self, windows: Iterator[Samples], position: int) -> None:
-        self._windows = windows
+    def __init__(self, windows: Iterator[PermutedSamples], position: int, thread: ThreadPoolExecutor) -> None:
+        self._windows, self._thread = windows, thread
         # Number of the next sample, in the lane.
         self._position = position
         # The current window, and the lane's number of its first sample; None: the next window must be read.
-        self._window: Samples | None = None
+        self._window: PermutedSamples | None = None
         self._window_start = position
+        self._next_window = thread.submit(next, windows, None)
 
-    def read(self, part: LanePart) -> list[Samples]:
-        """Return the samples of a lane part, in one or more pieces. Skips samples before the part."""
-        pieces = []
+    def read(self, part: LanePart) -> list[SampleRange]:
+        """Return the samples of a lane part, in one or more ranges. Skips samples before the part."""
+        ranges = []
         while self._position < part.last:
             if self._window is None:
-                self._window, self._window_start = next(self._windows), self._position
-            num = len(self._window.labels)
+                self._window, self._window_start = self._next_window.result(), self._position
+                assert self._window is not None, "the source has fewer rows than its blocks say"
+                self._next_window = self._thread.submit(next, self._windows, None)
+            num = self._window.num
             start = min(max(0, part.first - self._window_start), num)
             end = min(part.last - self._window_start, num)
             if start < end:
-                pieces.append(self._window.part(start, end))
+                ranges += self._window.ranges(start, end)
             self._position = self._window_start + end
             # A window may be longer than a part, so it stays until all of its samples are read.
             if end == num:
                 self._window = None
-        return pieces
+        return ranges

@@ -28,7 +28,7 @@ from meshrec.data.features.values import (
     values_of,
 )
 from meshrec.data.hashing import UInt64s, mix, to_range
-from meshrec.data.samples import Bools, Floats, Ints, Ragged
+from meshrec.data.samples import Bools, Codes, Floats, IdTable, Ints, Ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,10 @@ class IdFeature(ABC):
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n], for an Arrow array that may contain null."""
 
+    def codes_of(self, array: Any) -> tuple[Codes, IdTable | None]:
+        """Return `rows_of`, or codes and the table of their rows, which is faster if values repeat."""
+        return self.rows_of(array), None
+
     def row_of(self, value: Any) -> int:
         """Return the table row of a single value, which is the same in training, prediction and serving.
 
@@ -176,16 +180,16 @@ class IdFeature(ABC):
     def encode(self, table: pa.Table, checks: RowChecks) -> Ragged:
         """Return the IDs for all samples, and mark samples with a damaged value as invalid in ``checks``."""
         values = self.values(table)
-        rows = self.rows_of(values.array)
-        self.check(rows, values, checks)
+        codes, id_table = self.codes_of(values.array)
+        self.check(codes, values, checks)
         weights = None if self.weights is None else self._weights(self.weights, table, values, checks)
-        return self._cut(Ragged(rows, values.offsets, weights))
+        return self._cut(Ragged(codes, values.offsets, weights, id_table))
 
-    def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
+    def check(self, rows: Codes, values: Values, checks: RowChecks) -> None:
         """Mark samples with a damaged value as invalid.
 
         Args:
-            rows: table row per value, [N]. A subclass sets invalid rows to 0.
+            rows: table row (or code) per value, [N]. A subclass sets invalid rows to 0.
             values: values for all samples, N in total.
             checks: updated with the invalid samples.
         """
@@ -353,7 +357,7 @@ class Integer(IdFeature):
             rows = np.where(null, -1 if self.missing is None else self.missing, rows)
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
-    def check(self, rows: Ints, values: Values, checks: RowChecks) -> None:
+    def check(self, rows: Codes, values: Values, checks: RowChecks) -> None:
         """Mark samples with an integer outside the table as invalid.
 
         Args:

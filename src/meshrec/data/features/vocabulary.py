@@ -1,6 +1,7 @@
 """ID feature with a vocabulary: frequent training values have a table row each."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,12 +18,15 @@ from meshrec.data.features.values import (
     Values,
     array_of,
     hashes_and_missing,
+    hashes_of,
+    integers_of,
+    is_missing,
     kind_of,
     values_of,
 )
-from meshrec.data.features.vocabulary_index import VocabularyIndex
+from meshrec.data.features.vocabulary_index import VocabularyIndex, integer_rows
 from meshrec.data.hashing import UInt64s, mix, to_range
-from meshrec.data.samples import Bools, Ints
+from meshrec.data.samples import Bools, Codes, IdTable, Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,8 @@ class Vocabulary(IdFeature):
 
     def _is_usable(self, array: Any) -> Bools:
         """Return the mask of values that are in the vocabulary or missing; `check` reports missing ones."""
-        hashes, missing = hashes_and_missing(array)
-        is_present = self.lookup(hashes) >= 0
+        rows, missing = self._known_rows(array)
+        is_present = rows >= self._first
         return is_present if missing is None else is_present | missing
 
     @property
@@ -148,6 +152,20 @@ class Vocabulary(IdFeature):
             )
         return replace(self, found=kind, vocabulary=_to_canonical_type(ordered.values.slice(0, size)))
 
+    def codes_of(self, array: Any) -> tuple[Codes, IdTable | None]:
+        need_fitted(self)
+        array = plain(array)
+        if not array.null_count:
+            if pa.types.is_dictionary(array.type) and 0 < len(array.dictionary) <= len(array):
+                # Look up every distinct value once.
+                codes = array.indices.to_numpy()
+                wide = codes if codes.dtype == np.int32 else codes.astype(np.int64, copy=False)
+                return wide, IdTable(self.rows_of(array.dictionary))
+            # Other values outside the vocabulary have rows that depend on their hash.
+            if pa.types.is_integer(array.type) and self.num_unseen == 1 and self._integer_rows is not None:
+                return integers_of(array), self._integer_rows
+        return self.rows_of(array), None
+
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
         need_fitted(self)
@@ -157,44 +175,61 @@ class Vocabulary(IdFeature):
             indices = array.indices
             if indices.null_count:
                 indices = pc.fill_null(indices, len(array.dictionary))
-            of_row: Ints = np.append(self.rows_of(array.dictionary), 0)[indices.to_numpy()]
+            of_row: Ints = np.append(self.rows_of(array.dictionary), 0).take(indices.to_numpy())
             return of_row
-        hashes, missing = hashes_and_missing(array)
-        rows = self.lookup(hashes)
-        unseen = rows < 0
+        rows, missing = self._known_rows(array)
+        unseen = rows < self._first
         if unseen.any():
             # Row 0 is for missing values.
-            rows[unseen] = 1 + to_range(mix(hashes[unseen]), self.num_unseen)
+            rows[unseen] = 1 + to_range(mix(hashes_of(array.filter(pa.array(unseen)))), self.num_unseen)
         if missing is not None:
             rows[missing] = 0
         return rows
 
+    def _known_rows(self, array: Any) -> tuple[Ints, Bools | None]:
+        """Return the table row per value, int64 [n], and the mask for missing values; None if there are none.
+
+        A row below that of the first value stands for a value outside the vocabulary. Rows of missing values
+        are meaningless.
+        """
+        array = plain(array)
+        if pa.types.is_integer(array.type) and self._integer_rows is not None:
+            return self._integer_rows.of(integers_of(array)), is_missing(array)
+        hashes, missing = hashes_and_missing(array)
+        return self.lookup(hashes), missing
+
     def lookup(self, hashes: UInt64s) -> Ints:
         """Return the table row per hashed value, int64 [n]; -1 for a value outside the vocabulary."""
-        rows = self._index().find(hashes)
+        rows = self._index.find(hashes)
         rows[rows >= 0] += self._first
         return rows
 
     def lookup_values(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]; -1 if it is missing or outside the vocabulary."""
-        hashes, missing = hashes_and_missing(self._as_fitted(array))
-        rows = self.lookup(hashes)
+        rows, missing = self._known_rows(self._as_fitted(array))
+        rows[rows < self._first] = -1
         if missing is not None:
             rows[missing] = -1
         return rows
 
+    # Caches, built at the first look-up. Setting attributes of a frozen dataclass is an error, but
+    # cached_property does not use `__setattr__`.
+
+    @cached_property
     def _index(self) -> VocabularyIndex:
-        """Return the index of the vocabulary, which is built at the first lookup."""
-        index: VocabularyIndex | None = self.__dict__.get("_lookup")
-        if index is None:
-            index = VocabularyIndex(self.name, self.vocabulary)
-            # Cached on a frozen dataclass: a lookup must not build it again.
-            object.__setattr__(self, "_lookup", index)
-        return index
+        return VocabularyIndex(self.name, self.vocabulary)
+
+    @cached_property
+    def _integer_rows(self) -> IdTable | None:
+        return integer_rows(self.vocabulary, self._first, unseen=1)
 
     def __getstate__(self) -> dict[str, Any]:
         # The index has no pickle, and is built again.
-        return {name: value for name, value in self.__dict__.items() if name != "_lookup"}
+        return {name: value for name, value in self.__dict__.items() if name not in _CACHES}
+
+
+_CACHES = ("_index", "_integer_rows")
+"""Attributes of `Vocabulary` that are no fields."""
 
 
 def _concatenated_lists(first: Values, second: Values) -> Values:

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshrec.ops import operators
 from meshrec.ops.jagged import naive  # noqa: F401 - registers the ops in plain torch
 
-__all__ = ["Permuted", "lengths_to_offsets", "permute_jagged"]
+__all__ = ["Permuted", "concat_samples", "lengths_to_offsets", "permute_jagged", "permute_samples"]
 
 
 class Permuted(NamedTuple):
@@ -38,6 +38,12 @@ Example::
 
     assert lengths_to_offsets(torch.tensor([2, 0, 3])).tolist() == [0, 2, 2, 5]
 """
+
+permute_samples: Callable[..., tuple[Tensor, Tensor, Tensor, list[Tensor]]] = operators.permute_samples
+"""Copy samples in another order, with the IDs of all keys in a single tensor; documented in ``naive.py``."""
+
+concat_samples: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]] = operators.concat_samples
+"""Concatenate ranges of permuted samples to a batch; documented in ``naive.py``."""
 
 
 def permute_jagged(

@@ -101,6 +101,167 @@ def permute_jagged(
     )
 
 
+def permute_samples(
+    order_B: Tensor,
+    fields: list[Tensor],
+    values: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    tables: list[Tensor],
+    firsts: list[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Copy B of n samples in the given order, and look up their IDs; indices may repeat.
+
+    Args:
+        order_B: sample indices from 0 to n - 1, int64.
+        fields: other tensors of the samples, [n, ...] each, such as labels. At least one.
+        values: IDs or codes per key, int32 or int64. Sample i has those from ``offsets[key][i]`` to
+            ``offsets[key][i + 1]``, exclusive.
+        offsets: as above, int64 [n + 1] per key. The first offset need not be 0.
+        weights: weight per ID, float32, per key. Empty: no weights.
+        tables: IDs of consecutive codes, int64, per key; codes outside the table have its last ID. An empty
+            table: the values are IDs.
+        firsts: code of the first ID in the table, per key.
+
+    Returns:
+        - IDs of all keys, int64 [N]: those of the first key first.
+        - Start per key and sample, followed by N, int64 [K * B + 1].
+        - Weights, float32 [N]; without weights, an empty tensor.
+        - Fields, [B, ...] each.
+
+    Raises:
+        ValueError: an argument has another type or size, or an index is out of range.
+    """
+    op = "permute_samples"
+    sizes = [len(argument) for argument in (values, offsets, tables, firsts, weights or values)]
+    if not fields or len(set(sizes)) > 1:
+        raise ValueError(
+            f"{op}: needs a field or more, and as many offsets, tables, firsts (and weights, if any) as "
+            f"values; got {len(fields)} fields, and the others {sizes}"
+        )
+    num = len(fields[0])
+    if any(len(field) != num for field in fields):
+        raise ValueError(f"{op}: fields have the sizes {[len(field) for field in fields]}; give equal ones")
+    _check_range(op, "order", order_B, 0, num - 1)
+    lengths, positions = [], []
+    for ids, bounds in zip(values, offsets, strict=True):
+        _check_range(op, "offsets", bounds, 0, len(ids))
+        if len(bounds) != num + 1 or (bounds.diff() < 0).any():
+            raise ValueError(f"{op}: {len(bounds)} offsets of {num} samples must ascend")
+        lengths_B = bounds.diff()[order_B]
+        # Of the key's IDs, by sample.
+        within = torch.arange(int(lengths_B.sum())) - (lengths_B.cumsum(0) - lengths_B).repeat_interleave(
+            lengths_B
+        )
+        positions.append(bounds[order_B].repeat_interleave(lengths_B) + within)
+        lengths.append(lengths_B)
+    if any(len(weight) != len(ids) for weight, ids in zip(weights, values, strict=False)):
+        raise ValueError(f"{op}: a key has another number of weights than of values")
+    all_ids = [
+        _looked_up(codes[index], table, first)
+        for codes, index, table, first in zip(values, positions, tables, firsts, strict=True)
+    ]
+    return (
+        torch.cat([order_B[:0], *all_ids]),
+        lengths_to_offsets(torch.cat([order_B[:0], *lengths])),
+        torch.cat([no_weights(order_B), *map(torch.Tensor.__getitem__, weights, positions)]),
+        [field[order_B] for field in fields],
+    )
+
+
+def _looked_up(codes: Tensor, table: Tensor, first: int) -> Tensor:
+    """Return the IDs of codes, int64; see `permute_samples`."""
+    if not len(table):
+        return codes.long()
+    # Differences beyond int64 wrap to negative numbers, or are too large: both are outside the table.
+    index = codes.long() - first
+    return table[torch.where((index < 0) | (index >= len(table)), len(table) - 1, index)]
+
+
+def concat_samples(
+    starts: list[int],
+    stops: list[int],
+    num_keys: int,
+    fields: list[Tensor],
+    values: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Concatenate ranges of samples from P pieces, the results of `permute_samples`, to a batch of B samples.
+
+    Args:
+        starts: first sample per piece.
+        stops: end of the samples, exclusive, per piece.
+        num_keys: K.
+        fields: fields, with as many rows as the piece has samples: field 0 of all pieces, then field 1, etc.
+        values: IDs of all keys, int64, per piece.
+        offsets: start per key and sample, int64, per piece.
+        weights: weights, float32, per piece. Empty: no weights.
+
+    Returns:
+        - IDs of all keys, int64 [N], in the layout of KeyedJaggedTensor.
+        - Number of IDs per key and sample, int64 [K * B].
+        - Weights, float32 [N]; without weights, an empty tensor.
+        - Number of IDs per key, int64 [K].
+        - Fields, [B, ...] each.
+
+    Raises:
+        ValueError: there is no key or piece, an argument has another type or size, or a range is outside its
+            piece.
+    """
+    op, num = "concat_samples", len(starts)
+    sizes = [len(argument) for argument in (stops, values, offsets, weights or values)]
+    if not num or num_keys < 1 or set(sizes) != {num} or len(fields) % num:
+        raise ValueError(
+            f"{op}: needs a key and a piece or more, and for each piece a stop, values, offsets and fields; "
+            f"got {num_keys} keys, {num} starts, {sizes} others and {len(fields)} fields"
+        )
+    # Range of the IDs, by key and piece.
+    ranges: list[list[slice]] = [[] for _ in range(num_keys)]
+    lengths: list[list[Tensor]] = [[] for _ in range(num_keys)]
+    for start, stop, ids, bounds in zip(starts, stops, values, offsets, strict=True):
+        size, remainder = divmod(len(bounds) - 1, num_keys)
+        if remainder or not 0 <= start <= stop <= size:
+            raise ValueError(
+                f"{op}: samples {start} to {stop} of a piece with {len(bounds)} offsets for {num_keys} keys"
+            )
+        _check_range(op, "offsets", bounds, 0, len(ids))
+        for key in range(num_keys):
+            of_key = bounds[key * size + start : key * size + stop + 1]
+            ranges[key].append(slice(int(of_key[0]), int(of_key[-1])))
+            lengths[key].append(of_key.diff())
+    totals = [sum(map(len, (range(part.start, part.stop) for part in parts))) for parts in ranges]
+    num_rows = [(len(bounds) - 1) // num_keys for bounds in offsets] * (len(fields) // num)
+    if [len(field) for field in fields] != num_rows:
+        raise ValueError(f"{op}: fields have the sizes {[len(field) for field in fields]}, not {num_rows}")
+    parts = [slice(*bounds) for bounds in zip(starts, stops, strict=True)]
+    return (
+        torch.cat([ids[part] for of_key in ranges for ids, part in zip(values, of_key, strict=True)]),
+        torch.cat([part for of_key in lengths for part in of_key]),
+        torch.cat(
+            [
+                no_weights(values[0]),
+                *(w[p] for of_key in ranges for w, p in zip(weights, of_key, strict=False)),
+            ]
+        ),
+        torch.tensor(totals),
+        [
+            torch.cat([field[part] for field, part in zip(fields[at : at + num], parts, strict=True)])
+            for at in range(0, len(fields), num)
+        ],
+    )
+
+
+def _check_range(op: str, name: str, integers: Tensor, least: int, greatest: int) -> None:
+    """Raise ValueError unless a tensor is an int64 vector with values in the range."""
+    if integers.dtype != torch.int64 or integers.dim() != 1:
+        raise ValueError(f"{op}: {name} must be a vector of int64, got {integers.dtype} {integers.shape}")
+    if len(integers) and (integers.min() < least or integers.max() > greatest):
+        raise ValueError(
+            f"{op}: {name} must lie in [{least}, {greatest}], got {integers.min()} to {integers.max()}"
+        )
+
+
 def no_weights(like: Tensor) -> Tensor:
     """Return the empty float32 tensor that stands for absent weights in an operator result."""
     return like.new_empty(0, dtype=torch.float32)
@@ -154,7 +315,7 @@ def _num_rows(tensor: Tensor, name: str) -> int:
     return tensor.size(0)
 
 
-implement([lengths_to_offsets, permute_jagged])
+implement([concat_samples, lengths_to_offsets, permute_jagged, permute_samples])
 
 
 # Shapes for tracing, and gradients, shared by all kernels.
