@@ -75,10 +75,21 @@ Tensor permuted_field(const Tensor& field, const int64_t* order, int64_t count, 
   return output;
 }
 
+// Whether every sample has a single value, as is most common. Then copies need no offsets.
+bool has_single_values(const int64_t* offsets, int64_t num_samples) {
+  bool all = true;  // without a branch per sample
+  for (int64_t i = 0; i < num_samples; ++i) all &= offsets[i + 1] - offsets[i] == 1;
+  return all;
+}
+
 // Copies the values of bags in order, converted by map(value), and returns the end of the copies.
 template <class From, class To, class Map>
-To* copy_bags(const From* from, const int64_t* offsets, const int64_t* order, int64_t count, To* to,
-              const Map& map) {
+To* copy_bags(const From* from, const int64_t* offsets, int64_t num_samples, const int64_t* order,
+              int64_t count, To* to, const Map& map) {
+  if (has_single_values(offsets, num_samples)) {
+    for (int64_t i = 0; i < count; ++i) to[i] = map(from[offsets[0] + order[i]]);
+    return to + count;
+  }
   for (int64_t i = 0; i < count; ++i)
     for (int64_t at = offsets[order[i]], end = offsets[order[i] + 1]; at < end; ++at) *to++ = map(from[at]);
   return to;
@@ -90,11 +101,11 @@ int64_t* copy_ids(const Code* codes, const Tensor& table, int64_t first, const i
                   int64_t num_samples, const int64_t* order, int64_t count, int64_t* to) {
   load_into_cache(codes + offsets[0], offsets[num_samples] - offsets[0]);
   if (table.numel() == 0)
-    return copy_bags(codes, offsets, order, count, to, [](Code code) { return int64_t(code); });
+    return copy_bags(codes, offsets, num_samples, order, count, to, [](Code code) { return int64_t(code); });
   const auto* const ids = vector_data<int64_t>(table, "permute_samples", "tables");
   const auto last = uint64_t(table.numel() - 1);
   // As an unsigned integer, a code below the first is large.
-  return copy_bags(codes, offsets, order, count, to,
+  return copy_bags(codes, offsets, num_samples, order, count, to,
                    [&](Code code) { return ids[std::min(uint64_t(int64_t(code)) - uint64_t(first), last)]; });
 }
 
@@ -123,7 +134,10 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> permute_samples(
     if (offsets[key].numel() != num_samples + 1 || (!weights.empty() && weights[key].numel() != num_values))
       fail(op, ": key ", key, " has ", offsets[key].numel(), " offsets for ", num_samples,
            " samples, or other numbers of weights and values");
-    load_into_cache(starts, num_samples);
+    if (has_single_values(starts, num_samples) && starts[0] >= 0 && starts[num_samples] <= num_values) {
+      for (int64_t i = 0; i < count; ++i) *++offset = ++total;
+      continue;
+    }
     for (int64_t i = 0; i < count; ++i) {
       const int64_t start = starts[rows[i]], end = starts[rows[i] + 1];
       if (start < 0 || start > end || end > num_values)
@@ -144,8 +158,8 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> permute_samples(
       value = copy_ids(vector_data<int64_t>(values[key], op, "values"), tables[key], firsts[key], starts,
                        num_samples, rows, count, value);
     if (!weights.empty())
-      weight = copy_bags(vector_data<float>(weights[key], op, "weights"), starts, rows, count, weight,
-                         [](float value) { return value; });
+      weight = copy_bags(vector_data<float>(weights[key], op, "weights"), starts, num_samples, rows, count,
+                         weight, [](float value) { return value; });
   }
   std::vector<Tensor> permuted;
   for (const Tensor& field : fields) permuted.push_back(permuted_field(field, rows, count, num_samples));

@@ -60,3 +60,38 @@ def test_a_vocabulary_that_was_looked_up_has_a_pickle():
     hashes = hashes_of(array)
     hashes.flags.writeable = False
     assert feature.lookup(hashes).tolist() == [3, -1, 2, -1]
+
+
+@pytest.mark.parametrize("num_unseen", [1, 3])
+@pytest.mark.parametrize("lowest", [-(2**63), -3, 0, 2**63 - 40])
+def test_dense_and_sparse_integers_have_the_same_rows(lowest, num_unseen):
+    rng = np.random.default_rng(0)
+    values = pa.array(lowest + rng.permutation(40)[:25])
+    dense, sparse = (
+        Vocabulary(name="v", found="integer", vocabulary=values, num_unseen=num_unseen) for _ in range(2)
+    )
+    sparse.__dict__["_integer_rows"] = None  # as for a vocabulary with gaps
+    edges = [-(2**63), 2**63 - 1, 0, -1, None]
+    array = pa.array([*edges, *(lowest + rng.integers(0, 40, 50)).tolist()])
+    assert dense.__dict__.get("_integer_rows") is None
+    assert dense.rows_of(array).tolist() == sparse.rows_of(array).tolist()
+    assert dense.__dict__["_integer_rows"] is not None
+    assert dense.lookup_values(array).tolist() == sparse.lookup_values(array).tolist()
+    codes, table = dense.codes_of(array.drop_null())
+    rows = sparse.rows_of(array.drop_null()).tolist()
+    assert (codes if table is None else table.of(codes)).tolist() == rows
+    assert (table is None) == (num_unseen > 1)
+
+
+def test_equal_values_are_refused_as_without_a_table():
+    feature = Vocabulary(name="v", found="integer", vocabulary=pa.array([3, 4, 3]))
+    with pytest.raises(DataError, match="'v': two values"):
+        feature.rows_of(pa.array([3]))
+
+
+def test_dictionaries_are_looked_up_by_their_values():
+    feature = Vocabulary(name="v", found="text", vocabulary=["b", "a"])
+    for values in (["a", "b", "c"], ["b", "a", ""], ["c", "c2", "a"]):
+        array = pa.array(values * 2).dictionary_encode()
+        codes, table = feature.codes_of(array)
+        assert table.of(codes).tolist() == feature.rows_of(pa.array(values * 2)).tolist()

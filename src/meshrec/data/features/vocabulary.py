@@ -160,11 +160,24 @@ class Vocabulary(IdFeature):
                 # Look up every distinct value once.
                 codes = array.indices.to_numpy()
                 wide = codes if codes.dtype == np.int32 else codes.astype(np.int64, copy=False)
-                return wide, IdTable(self.rows_of(array.dictionary))
+                return wide, self._table_of(array.dictionary)
             # Other values outside the vocabulary have rows that depend on their hash.
             if pa.types.is_integer(array.type) and self.num_unseen == 1 and self._integer_rows is not None:
                 return integers_of(array), self._integer_rows
         return self.rows_of(array), None
+
+    def _table_of(self, dictionary: Any) -> IdTable:
+        """Return the rows of a dictionary. Small ones are cached, because each window brings a copy."""
+        if dictionary.nbytes > _MAX_CACHED_BYTES:
+            return IdTable(self.rows_of(dictionary))
+        buffers = (None if buffer is None else buffer.to_pybytes() for buffer in dictionary.buffers())
+        key = (dictionary.type, dictionary.offset, len(dictionary), *buffers)
+        if key not in self._dictionary_tables:
+            # Lanes have different dictionaries in turn, but each of them only a few.
+            if len(self._dictionary_tables) >= _MAX_CACHED:
+                self._dictionary_tables.clear()
+            self._dictionary_tables[key] = IdTable(self.rows_of(dictionary))
+        return self._dictionary_tables[key]
 
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
@@ -223,13 +236,19 @@ class Vocabulary(IdFeature):
     def _integer_rows(self) -> IdTable | None:
         return integer_rows(self.vocabulary, self._first, unseen=1)
 
+    @cached_property
+    def _dictionary_tables(self) -> dict[Any, IdTable]:
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
         # The index has no pickle, and is built again.
         return {name: value for name, value in self.__dict__.items() if name not in _CACHES}
 
 
-_CACHES = ("_index", "_integer_rows")
+_CACHES = ("_index", "_integer_rows", "_dictionary_tables")
 """Attributes of `Vocabulary` that are no fields."""
+_MAX_CACHED, _MAX_CACHED_BYTES = 64, 1 << 14
+"""Cached dictionaries per feature, and their maximum size: 2 MiB with their rows."""
 
 
 def _concatenated_lists(first: Values, second: Values) -> Values:
