@@ -103,6 +103,7 @@ CPP_TESTS = {
     "row_sort.cpp": TBE_TESTS,
     "scores.cpp": ["tests/ops/scores/test_naive.py"],
     "runs.cpp": TBE_TESTS,
+    "samples.cpp": ["tests/ops/jagged/test_samples.py"],
     **dict.fromkeys(("shard.cpp", "slots.cpp", "unique.cpp"), INDEX_TESTS),
     "verify.cpp": ["tests/export/test_runtime.py"],
     "wire.cpp": ["tests/ops/dist/test_wire.py"],

@@ -142,11 +142,11 @@ def test_what_does_not_pass_is_told_at_once(store, tmp_path):
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_file_that_changes_between_blocks_is_an_error(store, on_error):
-    store.put("a.parquet", rows(), row_group_size=20)
+    store.put("a.parquet", rows(600), row_group_size=20)  # more than the reader decodes ahead
     dataset = parquet(train=store.address("a.parquet"), schema=SCHEMA_WITHOUT_DAY, on_error=on_error)
     read = dataset.train.batches(20)
     next(read)
-    store.put("a.parquet", rows(seed=1), row_group_size=20)
+    store.put("a.parquet", rows(600, seed=1), row_group_size=20)
     with pytest.raises(StoreError, match="has changed"):
         list(read)
 
