@@ -100,6 +100,15 @@ def test_ranges_of_samples_are_concatenated_key_by_key(seed, sizes, weighted):
     assert torch.equal(fields[0], torch.cat(expected))
 
 
+def test_opcheck():
+    samples, tests = random_samples(0, 4, weighted=True), ["test_schema", "test_faketensor"]
+    order, registered = torch.tensor([3, 0]), torch.ops.meshrec
+    torch.library.opcheck(registered.permute_samples.default, (order, *samples), test_utils=tests)
+    values, offsets, weights, fields = jagged.permute_samples(order, *samples)
+    arguments = ([0], [1], NUM_KEYS, fields, [values], [offsets], [weights])
+    torch.library.opcheck(registered.concat_samples.default, arguments, test_utils=tests)
+
+
 @BOTH
 @pytest.mark.parametrize("order", [[0, 4], [-1]])
 def test_an_order_names_samples(ops, order):

@@ -331,9 +331,43 @@ def _fake_permute_jagged(order: list[int], num_keys: int, *arguments: Any) -> tu
     )
 
 
+def _fake_permute_samples(
+    order: Tensor, fields: list[Tensor], values: list[Tensor], _: Any, weights: list[Tensor], *__: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the result shapes of ``permute_samples``, for tracing."""
+    num, num_values = len(order), torch.library.get_ctx().new_dynamic_size()
+    return (
+        order.new_empty(num_values),
+        order.new_empty(len(values) * num + 1),
+        order.new_empty(num_values if weights else 0, dtype=torch.float32),
+        [field.new_empty(num, *field.shape[1:]) for field in fields],
+    )
+
+
+def _fake_concat_samples(
+    starts: list[int],
+    stops: list[int],
+    num_keys: int,
+    fields: list[Tensor],
+    values: list[Tensor],
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the result shapes of ``concat_samples``, for tracing."""
+    num, num_values = sum(stops) - sum(starts), torch.library.get_ctx().new_dynamic_size()
+    return (
+        values[0].new_empty(num_values),
+        values[0].new_empty(num_keys * num),
+        values[0].new_empty(num_values if others[-1] else 0, dtype=torch.float32),
+        values[0].new_empty(num_keys),
+        [field.new_empty(num, *field.shape[1:]) for field in fields[:: len(starts)]],
+    )
+
+
 register_fakes(
+    concat_samples=_fake_concat_samples,
     lengths_to_offsets=lambda lengths: lengths.new_empty(lengths.numel() + 1),
     permute_jagged=_fake_permute_jagged,
+    permute_samples=_fake_permute_samples,
 )
 
 
