@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         RankFittedSource,
         RawSource,
         Recipe,
+        SplitOptions,
         TableSource,
         Training,
     )
@@ -95,6 +96,7 @@ __all__ = [
     "Schedule",
     "Scored",
     "Softmax",
+    "SplitOptions",
     "SquaredError",
     "SyntheticClicks",
     "SyntheticImpressions",
@@ -153,6 +155,7 @@ __getattr__ = importer(
             "RankFittedSource",
             "RawSource",
             "Recipe",
+            "SplitOptions",
             "TableSource",
             "Training",
         ],
