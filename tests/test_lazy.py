@@ -1,8 +1,6 @@
 import contextlib
 import gc
 import importlib
-import subprocess
-import sys
 
 from meshrec.lazy import without_gc
 
@@ -33,6 +31,5 @@ def test_nothing_is_collected_inside_and_afterwards_all_is_as_before():
     assert gc.isenabled()
 
 
-def test_a_process_of_its_own_freezes_what_it_imports_and_loads_no_compiler_for_gpus():
-    found = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+def test_a_process_of_its_own_freezes_what_it_imports_and_loads_no_compiler_for_gpus(run_code):
+    assert run_code(OWN).stdout == "False\n"

@@ -1,7 +1,5 @@
 import logging
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -62,7 +60,7 @@ def test_a_generator_that_cannot_be_saved_is_told(caplog):
     assert "NumPy's global generator is a PCG64" in caplog.text
 
 
-def test_seeds_are_functions_of_seed_and_stream():
+def test_seeds_are_functions_of_seed_and_stream(run_code):
     drawn = []
     for seed, stream in ((1, "rank 0"), (1, "rank 1"), (2, "rank 0"), (1, "rank 0")):
         seed_python_and_numpy(seed, stream)
@@ -73,5 +71,4 @@ def test_seeds_are_functions_of_seed_and_stream():
         "import random, numpy as np; from meshrec.checkpoint.random_state import seed_python_and_numpy; "
         "seed_python_and_numpy(1, 'rank 0'); print((random.random(), float(np.random.rand())))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tuple(map(float, drawn[0])))
+    assert run_code(script).stdout.strip() == str(tuple(map(float, drawn[0])))

@@ -88,12 +88,10 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_the_launcher_of_ranks_imports_little():
+def test_the_launcher_of_ranks_imports_little(run_code):
     """Ranks wait for it: checkpoints and their sharded tensors take as long as all that it needs."""
     code = "import json, sys, meshrec.cli.train; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
-    )
+    done = run_code(code)
     heavy = ("torch.distributed.checkpoint", "torch.distributed.tensor", "meshrec.runs.worker")
     assert [name for name in json.loads(done.stdout) if name.startswith(heavy)] == []
 

@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from meshrec.comms import collectives
 from meshrec.comms.collectives import (
-    CollectiveError,
     Splits,
     all_gather,
     all_reduce,
@@ -166,29 +166,6 @@ def test_one_rank_needs_no_group():
     assert gather_objects("x", Axis(), "test") == ["x"]
 
 
-def die_or_wait():
-    axis = default_env().world
-    if axis.rank == 1:
-        os._exit(7)
-    time.sleep(0.5)
-    try:
-        for _ in range(3):
-            all_to_all(torch.arange(2), Splits([1, 1], [1, 1]), axis, "embeddings").wait()
-    except CollectiveError as error:
-        return str(error)
-    return dist.get_rank()
-
-
-def test_a_dead_rank_is_named_with_the_collective():
-    pool = RankPool(2, timeout_seconds=40)
-    try:
-        with pytest.raises(RankError, match=r"(?s)rank 1.*code 7") as failure:
-            pool.run(die_or_wait)
-        assert "rank 0:" not in str(failure.value)  # it reports, and does not hang
-    finally:
-        pool.close()
-
-
 def lose_a_peer_of_gloo():
     group = dist.group.WORLD
     if dist.get_rank() == 1:
@@ -223,7 +200,8 @@ def report_death():
 def test_the_error_says_who_does_not_answer():
     pool = RankPool(2, timeout_seconds=40)
     try:
-        with pytest.raises(RankError, match=r"'embeddings'.*\[0, 1\].*rank 1"):
+        with pytest.raises(RankError, match=r"'embeddings'.*\[0, 1\].*rank 1") as failure:
             pool.run(report_death)
+        assert re.search(r"rank 1:\s.*code 7", str(failure.value))
     finally:
         pool.close()

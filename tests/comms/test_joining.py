@@ -1,7 +1,6 @@
 import logging
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 from meshrec.comms import joining
 from meshrec.comms.joining import STORE_VARIABLE, is_one_machine
 
-ROOT = Path(__file__).parents[2]
-RANK = """
-import os
+# The second rank is a fork of the first: to import torch takes seconds.
+RANKS = """
+import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
@@ -20,14 +19,19 @@ from meshrec.comms.joining import form_group, store_host
 from meshrec.comms.leaving import leave_process_group
 from sockets import beyond_loopback, listening
 
+child = os.fork()
+rank = os.environ["RANK"] = "0" if child else "1"
 form_group("gloo", timedelta(seconds=200))
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
 found = listening(os.getpid())
 assert found and not beyond_loopback(found), found
-print(int(tensor), store_host(), os.environ["GLOO_SOCKET_IFNAME"])
+with open(f"{sys.argv[1]}/told{rank}", "w") as file:
+    print(int(tensor), store_host(), os.environ["GLOO_SOCKET_IFNAME"], end="", file=file)
 dist.barrier()
 leave_process_group()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -91,28 +95,10 @@ def free_port():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("kind", ["started by hand", "our launcher"])
-def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path, kind):
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+def test_ranks_of_one_machine_listen_on_loopback_only(run_code, tmp_path, kind):
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     if kind == "our launcher":
-        where = {STORE_VARIABLE: str(tmp_path), "MASTER_ADDR": "nowhere", "MASTER_PORT": "0"}
-    cleared = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={
-                **cleared,
-                **where,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "PYTHONPATH": f"{ROOT}/tests/hostile:{ROOT}/src",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [each.communicate(timeout=240) for each in ranks]
+        where |= {STORE_VARIABLE: str(tmp_path), "MASTER_ADDR": "nowhere", "MASTER_PORT": "0"}
+    run_code(RANKS, tmp_path, cwd=Path(__file__).parents[1] / "hostile", **where)
     host = "None" if kind == "our launcher" else "rank 0"
-    # Gloo itself speaks on stdout with torch 2.10.
-    assert [output.splitlines()[-1:] for output, _ in outputs] == [[f"2 {host} lo"]] * 2, outputs
+    assert [(tmp_path / f"told{rank}").read_text() for rank in range(2)] == [f"2 {host} lo"] * 2

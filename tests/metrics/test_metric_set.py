@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -151,13 +149,12 @@ def test_auprc_is_that_of_the_bins():
     assert fine.compute().window["auprc"] == pytest.approx(exact, abs=1e-3)
 
 
-def test_importing_is_light():
+def test_importing_is_light(run_code):
     heavy = "('torchmetrics', 'sklearn', 'pandas', 'pyarrow')"
     code = f"""import sys, torch, meshrec.metrics, meshrec.data
 assert meshrec.metrics.binary_metrics(torch.zeros(2), torch.arange(2))["auc"] == 0.5
 print([name for name in {heavy} if name in sys.modules])"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_code(code).stdout.strip() == "[]"
 
 
 def test_logits_in_place_of_probabilities_are_refused():

@@ -1,6 +1,4 @@
 import ast
-import subprocess
-import sys
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -169,10 +167,10 @@ def test_all_ranks_get_rank_0s_plan_and_its_error(ranks):
     assert first == second
 
 
-def test_the_planner_loads_nothing_of_the_run_time():
+def test_the_planner_loads_nothing_of_the_run_time(run_code):
     """It also plans on machines that train nothing."""
     code = "import sys, meshrec.planner; print([name for name in sys.modules if name.startswith('meshrec.')])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = run_code(code).stdout
     assert "meshrec.planner.solver" in loaded
     # Formats of what travels it prices; they know tensors only.
     comms = {name for name in ast.literal_eval(loaded) if name.startswith("meshrec.comms")}

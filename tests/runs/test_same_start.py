@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from meshrec.data.features import Features, Hashed, Label
 from meshrec.runs import same_start
 from meshrec.runs.same_start import describe_dataset, describe_start
 from meshrec.train import Csv, SyntheticClicks
+from tests.forked import ForkedProgram
 from tests.runs.differing import compare_with_a_change
 from tests.train.clicks import Clicks, write_clicks
 
@@ -47,7 +47,7 @@ def test_ranks_with_one_value_are_named_together():
     assert many == "1 on rank 0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 
-def test_a_description_is_the_same_in_every_process(small):
+def test_a_description_is_the_same_in_every_process(run_code, small):
     """Neither addresses of objects nor the order of sets say anything."""
     recipe = replace(small(), data=replace(small().data, exponent={"a", "b", "c"}), loss=lambda: 0)
     script = (
@@ -57,10 +57,7 @@ def test_a_description_is_the_same_in_every_process(small):
         "r = dataclasses.replace(r, data=data, loss=lambda: 0); "
         "print({k: v for k, v in describe_start(r, None, {}).items() if k.startswith(('data', 'training'))})"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/train:{ROOT}/src"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
-    )
+    done = run_code(script, cwd=ROOT / "tests" / "train", PYTHONHASHSEED="1")
     mine = describe_start(recipe, None, {})
     assert done.stdout.strip() == str(
         {name: value for name, value in mine.items() if name.startswith(("data", "training"))}
@@ -103,10 +100,11 @@ def by_hand(tmp_path, *arguments):
         port = each.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "meshrec", "train", *mine, "--runs", str(tmp_path / "runs")],
+        ForkedProgram(
+            "meshrec.__main__:main",
+            ["train", *mine, "--runs", tmp_path / "runs"],
             cwd=ROOT,
-            env={
+            environment={
                 **environment,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": f"{ROOT}:{ROOT}/src",
@@ -116,14 +114,15 @@ def by_hand(tmp_path, *arguments):
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             },
-            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank, mine in enumerate(arguments)
     ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    return [process.returncode for process in processes], errors
+    errors = []
+    for process in processes:
+        with process.stderr as stderr:
+            errors.append(stderr.read())
+    return [process.wait(300) for process in processes], errors
 
 
 def test_ranks_with_other_options_data_source_or_plan_do_not_train(tmp_path):

@@ -1,5 +1,6 @@
 """A server that keeps histories between requests, against one that encodes each history again."""
 
+import os
 import random
 import re
 
@@ -70,7 +71,7 @@ def draw_history(chosen, num):
 def rounds(chosen):
     """Requests of several users whose histories grow, stay, are edited in the middle, and begin again."""
     users = [draw_history(chosen, chosen.randrange(LONGEST // 2)) for _ in range(5)]
-    for _ in range(12):
+    for _ in range(12 if "MESHREC_THOROUGH" in os.environ else 6):
         for place in chosen.sample(range(5), 3):
             items, times = map(list, users[place])
             event = chosen.random()

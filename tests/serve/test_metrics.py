@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -38,15 +36,13 @@ def test_room_is_reserved_before_files_are_mapped(shared):
         assert path.stat().st_size == size
 
 
-def test_every_kind_of_metric_has_its_reserved_file():
+def test_every_kind_of_metric_has_its_reserved_file(run_code):
     """In a process of its own: prometheus_client settles at its import how values are kept."""
     code = (
         "import os; from meshrec.serve.metrics import Metrics; Metrics(); print(*os.listdir(os.environ['D']))"
     )
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code.replace("Metrics();", USE_ALL)]
-        environment = {**os.environ, SHARED: folder, "D": folder}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = run_code(code.replace("Metrics();", USE_ALL), **{SHARED: folder, "D": folder})
     assert sorted(name.rpartition("_")[0] for name in done.stdout.split()) == [
         "counter",
         "gauge_livesum",

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -31,8 +28,8 @@ assert (scores(lightgbm, lightgbm.early_stopping(3, verbose=False)) == private_s
 """
 
 
-def test_the_command_imports_trees_without_their_wrapper_and_others_get_all():
-    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=120)
+def test_the_command_imports_trees_without_their_wrapper_and_others_get_all(run_code):
+    run_code(CODE)
 
 
 def test_other_programs_get_lightgbm_as_it_is():

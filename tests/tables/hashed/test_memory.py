@@ -1,6 +1,5 @@
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def test_a_refusal_is_said_once(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are those of Linux")
-def test_a_limit_of_address_space_is_a_refusal():
+def test_a_limit_of_address_space_is_a_refusal(run_code):
     """In a process of its own: a limit cannot be raised again."""
     program = """
 import resource, torch
@@ -89,7 +88,7 @@ rows.grow(1000)
 assert not rows.is_reserved
 assert int(rows.tensors[0][:1000].sum()) == 64_000
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_code(program)
     assert "t0: the system does not reserve 1,099,511,627,776 bytes" in done.stderr
 
 
