@@ -185,7 +185,7 @@ def log() -> pa.Table:
     return pa.table({"user": row // 8, "item": [f"i{each}" for each in (row + row // 8) % 12], "time": row})
 
 
-def test_a_recommender_recommends_and_finds_similar_items(tmp_path):
+def test_a_recommender_recommends_and_finds_similar_items(tmp_path, monkeypatch):
     options = {"training.max_steps": 2, "training.epochs": 1}
     model = meshrec.Recommender(options=options).fit(log().to_pandas())
     best = model.recommend([3, 0], k=2)
@@ -200,6 +200,10 @@ def test_a_recommender_recommends_and_finds_similar_items(tmp_path):
     assert similar["score"].is_monotonic_decreasing
     with pytest.raises(DataError, match="nowhere"):
         model.similar(["i4", "nowhere"])
+    five = ["i1", "i4", "i5", "i2", "i3"]
+    of_five = model.similar(five, k=3)
+    monkeypatch.setattr("meshrec.runs.recommending._ITEMS_PER_BLOCK", 2)
+    pd.testing.assert_frame_equal(model.similar(five, k=3), of_five)
     out = tmp_path / "similar.csv"
     assert similar_command.main([str(model.run_), "--items", "i4", "-k", "3", "--out", str(out)]) == 0
     assert pd.read_csv(out)["similar"].tolist() == similar["similar"].tolist()

@@ -31,6 +31,8 @@ from meshrec.train.run_folder import RunFolder
 
 # Users scored at once, per rank.
 _USERS_PER_BATCH = 512
+# Items whose similarities to all other items are computed at a time.
+_ITEMS_PER_BLOCK = 256
 
 
 class Recommender(NamedTuple):
@@ -300,12 +302,16 @@ def similar_items(
     with torch.no_grad():
         vectors_IV = nn.functional.normalize(inner.eval().item_vectors().float(), dim=1)
     index_N = torch.from_numpy(positions.to_numpy(zero_copy_only=False).astype("int64"))
-    scores_NI = vectors_IV[index_N] @ vectors_IV.T
-    # An item is not similar to itself.
-    scores_NI[torch.arange(len(index_N)), index_N] = float("-inf")
     # An item cannot be similar to itself, so one less than the catalog remains.
     num = min(k, len(catalog.values) - 1)
-    best_NK, index_NK = top_k(scores_NI, num)
+    best = []
+    # In blocks, because a score for every pair of items may not fit in memory.
+    for index_B in index_N.split(_ITEMS_PER_BLOCK):
+        scores_BI = vectors_IV[index_B] @ vectors_IV.T
+        # An item is not similar to itself.
+        scores_BI[torch.arange(len(index_B)), index_B] = float("-inf")
+        best.append(top_k(scores_BI, num))
+    best_NK, index_NK = (torch.cat(part) for part in zip(*best, strict=True))
     return pa.table(
         {
             "item": values.take(pa.array(torch.arange(len(index_N)).repeat_interleave(num).numpy())),
