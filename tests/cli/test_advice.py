@@ -104,7 +104,8 @@ def option_names(kind, prefix=""):
         notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
         if tyro.conf.Positional in notes:
             continue
-        name = f"{prefix}{option.name.replace('_', '-')}"
+        # ``from_`` is an option that is a word of Python.
+        name = f"{prefix}{option.name.rstrip('_').replace('_', '-')}"
         value = option.default if isinstance(kind, type) else getattr(kind, option.name)
         inner = value if dataclasses.is_dataclass(value) else get_args(hint)[0] if notes else hint
         if dataclasses.is_dataclass(inner) and not hasattr(inner, "from_json"):

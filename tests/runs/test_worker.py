@@ -122,7 +122,7 @@ def load_with_one_failing_rank(error):
         patch.setattr(worker, "load_data", load_data)
         run = worker._RankRun.__new__(worker._RankRun)
         run._ranks, run._folder = ranks, None
-        run._job = SimpleNamespace(recipe=SimpleNamespace(data=None))
+        run._job = SimpleNamespace(recipe=SimpleNamespace(data=None), warm_start=None)
         try:
             run._load()
         except Exception as caught:

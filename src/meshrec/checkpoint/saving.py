@@ -49,6 +49,7 @@ from meshrec.checkpoint.agreement import (
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest
+from meshrec.checkpoint.matching import Differences, Matching, prepare_matching
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
 from meshrec.checkpoint.state import Collected, Loading, collect, merge_values, prepare
@@ -165,6 +166,70 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
             load succeeds.
     """
     axis = ranks_of(group)
+
+    def prepared(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
+        """Compare the whole state with the checkpoint; see `prepare`."""
+        return prepare(state, folder, manifest, axis.rank, partial=partial, undo=undo)
+
+    _load(path, state, prepared, axis, is_whole=not partial)
+
+
+def load_matching(
+    path: str | Path,
+    state: Mapping[str, Any],
+    *,
+    fresh_tables: Collection[str] = (),
+    tables_only: bool = False,
+    group: Group = None,
+) -> Differences:
+    """Load the values of a checkpoint that fit a model which may have changed since. Collective.
+
+    Tensors with the saved shape are loaded, with their optimizer state. A table with more rows than saved
+    gets the saved rows, in the same order; the new rows keep their initial values. All other tensors keep
+    their initial values. Random number generators are not loaded.
+
+    Args:
+        path: checkpoint folder.
+        state: modules and optimizers to load.
+        fresh_tables: names of tables that keep their initial values.
+        tables_only: whether all tensors other than tables keep their initial values.
+        group: see `save`.
+
+    Returns:
+        The differences between state and checkpoint, equal on every rank.
+
+    Raises:
+        ValueError: a table has another width than in the checkpoint; raised on every rank before any change.
+        DamagedCheckpointError, CheckpointError: as for `load`.
+    """
+    matching = Matching(fresh_tables, tables_only, Differences())
+
+    def prepared(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
+        """Find the values that fit; see `prepare_matching`."""
+        return prepare_matching(state, folder, manifest, matching, undo)
+
+    _load(path, state, prepared, ranks_of(group), is_whole=False)
+    return matching.differences
+
+
+def _load(
+    path: str | Path,
+    state: Mapping[str, Any],
+    prepare: Callable[[Path, Manifest, list[Callable[[], object]]], Loading],
+    axis: Axis,
+    *,
+    is_whole: bool,
+) -> None:
+    """Load a checkpoint as `prepare` says; see `load`. Collective.
+
+    Args:
+        path: as for `load`.
+        state: as for `load`.
+        prepare: function that compares the state with the checkpoint, called with folder, manifest, and a
+            list that receives functions to undo its changes.
+        axis: the ranks.
+        is_whole: whether all values of the modules are loaded.
+    """
     # Results of `read_and_prepare`, which cannot return them because `agreed` would send them to all ranks.
     prepared: dict[str, Any] = {}
     # Functions that restore the state. They run in reverse order if a check fails before tables are written
@@ -177,17 +242,16 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
         is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
         prepared["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
         prepared["manifest"] = manifest = read_manifest(folder)
-        prepared["loading"] = loading = prepare(
-            state, folder, manifest, axis.rank, partial=partial, undo=undo
-        )
+        prepared["loading"] = loading = prepare(folder, manifest, undo)
         return loading.names
 
     def fill(tensors: dict[str, Tensor]) -> None:
         """Read the values of ``tensors`` (by checkpoint name) from the checkpoint, in place. Collective."""
+        sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         with _convert_dcp_errors(f"loading {folder}"):
             dcp_load(
                 tensors,
-                storage_reader=CheckpointReader(folder, manifest),
+                storage_reader=CheckpointReader(folder, manifest, sizes),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=axis.group,
                 no_dist=axis.size == 1,
@@ -208,7 +272,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
             step_back()
         raise
     # From here on, a failure cannot be undone. `filling` then makes the modules raise until a load succeeds.
-    with filling(state.values(), folder, is_whole=not partial):
+    with filling(state.values(), folder, is_whole=is_whole):
         fill(loading.tensors)
         try:
             agreed(axis, lambda: loading.fill(folder), f"loading {folder}")

@@ -11,7 +11,7 @@ equal values.
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
             raise ValueError(
                 f"names of state entries must be nonempty strings other than {RANDOM!r}, got {entry!r}."
             )
-        kind = _kind(item)
+        kind = kind_of(item)
         if isinstance(item, nn.Module):
             check_finished(item)
         collected.add(entry, kind, _content(item, kind, state))
@@ -194,10 +194,10 @@ def prepare(
     # Stateful objects with functions that load them, run by `Loading.accept`. They run early, while a load
     # can be undone, because an object's load_state_dict may raise.
     stateful_loaders: list[tuple[Any, Callable[[], None]]] = []
-    saved = _saved_names(manifest)
-    hashed = _find_tables_by_id(state, folder, manifest, saved, partial=partial)
+    saved = saved_names(manifest)
+    hashed = find_tables_by_id(state, folder, manifest, saved, partial=partial)
     for entry, item in state.items():
-        kind = _kind(item)
+        kind = kind_of(item)
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
@@ -207,7 +207,7 @@ def prepare(
             if kind == _OPTIMIZER:
                 # Torch optimizers create state in their first step. It must exist to be filled in place.
                 undo.append(create_state(as_keyed_optimizer(item, state), content))
-            targets, finisher, current_content = _fill_targets(
+            targets, finisher, current_content = fill_targets(
                 entry, item, kind, content, state, keeps_names=is_part or bool(loaded_otherwise)
             )
             # The state dict also refers to tensors that are loaded by ID, so `check_state_dict` below needs
@@ -312,7 +312,7 @@ def _check_references(entry: str, kind: str, content: Any, current_content: Any)
         content: encoded content of the entry in the checkpoint.
         current_content: encoded content of the entry in the training state.
     """
-    if _references(content) != _references(current_content):
+    if tensor_references(content) != tensor_references(current_content):
         raise DamagedCheckpointError(
             f"the entry {entry!r} of the checkpoint has tensors at other positions than this {kind}. {REMEDY}"
         )
@@ -349,7 +349,7 @@ def _residuals(
         Uninitialized tensors by name in the checkpoint. Empty if the plan or the world size differs from the
         save; then rank 0 logs a warning.
     """
-    names = _saved_names(manifest).get(RANDOM, set())
+    names = saved_names(manifest).get(RANDOM, set())
     if manifest.plans.get(entry) == model.plan.to_json() and manifest.world_size == model.env.world.size:
         return {name: _empty(manifest, name) for name in saved_residuals(entry, rank, names)}
     if rank == 0 and any(
@@ -359,7 +359,7 @@ def _residuals(
     return {}
 
 
-class _TablesById(NamedTuple):
+class TablesById(NamedTuple):
     """Tables whose rows must be found by ID, because they are hashed in the model or in the checkpoint.
 
     DCP cannot load such tables, because it only knows row numbers. Tables are identified by the prefix of
@@ -401,14 +401,15 @@ class _TablesById(NamedTuple):
             fixed.rows_loaded()
 
 
-def _find_tables_by_id(
+def find_tables_by_id(
     state: Mapping[str, Any],
     folder: Path,
     manifest: Manifest,
     saved: Mapping[str, set[str]],
     *,
     partial: bool,
-) -> _TablesById:
+    fresh_tables: Collection[str] = (),
+) -> TablesById:
     """Find tables hashed in the state or in the checkpoint, and check that they can be loaded.
 
     Args:
@@ -417,11 +418,12 @@ def _find_tables_by_id(
         manifest: checkpoint manifest.
         saved: tensor names in the checkpoint by entry.
         partial: whether to skip tables missing from the checkpoint.
+        fresh_tables: names of tables to skip.
 
     Raises:
         ValueError: a table does not fit the checkpoint.
     """
-    tables = _TablesById({}, {}, {}, {})
+    tables = TablesById({}, {}, {}, {})
     for entry, item in state.items():
         if not isinstance(item, nn.Module):
             continue
@@ -429,6 +431,8 @@ def _find_tables_by_id(
             prefix = f"{entry}.{path}." if path else f"{entry}."
             # A table that the checkpoint lacks keeps its rows.
             if partial and f"{prefix}weight" not in manifest.tensors:
+                continue
+            if table_name(path) in fresh_tables:
                 continue
             check_fits(target, manifest, prefix)
             tables.hashed[prefix] = target
@@ -439,7 +443,7 @@ def _find_tables_by_id(
         for path, fixed in fixed_targets(item).items():
             prefix = f"{entry}.{path}."
             # The table was hashed when it was saved, so its rows are found by ID.
-            if f"{prefix}{IDS}" in manifest.tensors:
+            if f"{prefix}{IDS}" in manifest.tensors and table_name(path) not in fresh_tables:
                 check_fits_fixed(fixed, folder, manifest, prefix)
                 tables.fixed[prefix] = fixed
                 names = {name for name in saved.get(entry, ()) if name.startswith(prefix)}
@@ -452,7 +456,12 @@ def _find_tables_by_id(
     return tables
 
 
-def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
+def table_name(path: str) -> str:
+    """Return the name of the table at a module path."""
+    return path.rpartition(".")[2]
+
+
+def _add_slots(tables: TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
     """Add the names of a table's optimizer state tensors in the checkpoint to ``tables``.
 
     Args:
@@ -466,7 +475,7 @@ def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix:
     """
     tensors: dict[str, Tensor] = {}
     for other, optimizer in state.items():
-        if _kind(optimizer) == _OPTIMIZER:
+        if kind_of(optimizer) == _OPTIMIZER:
             present = as_keyed_optimizer(optimizer, state).state_dict()["state"].get(f"{path}.weight", {})
             slot_tensors = {slot: v for slot, v in present.items() if isinstance(v, Tensor)}
             slots = {slot: f"{other}.state.{path}.weight.{slot}" for slot in slot_tensors}
@@ -476,7 +485,7 @@ def _add_slots(tables: _TablesById, state: Mapping[str, Any], path: str, prefix:
     return tensors
 
 
-def _kind(item: Any) -> str:
+def kind_of(item: Any) -> str:
     """Return the kind of a state entry, one of `KINDS`."""
     # Optimizers have ``state_dict`` as well, so test for them before other stateful objects.
     if isinstance(item, nn.Module):
@@ -537,7 +546,7 @@ def merge_values(first: Any, second: Any, where: str) -> Any:
     raise ValueError(f"{where} is {first!r} on one rank and {second!r} on another; ranks must agree.")
 
 
-def _fill_targets(
+def fill_targets(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, keeps_names: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
     """Prepare to load a module or optimizer in place.
@@ -581,14 +590,14 @@ def _fill_targets(
     return tensors, finish, current_content
 
 
-def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
+def tensor_references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
     """Return the names of all tensors in an encoded value, by position (the path of keys and indices)."""
     if isinstance(value, dict) and list(value) == ["__tensor__"]:
         return {where: value["__tensor__"]}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     references: dict[tuple[Any, ...], str] = {}
     for key, item in pairs:
-        references.update(_references(item, (*where, key)))
+        references.update(tensor_references(item, (*where, key)))
     return references
 
 
@@ -698,7 +707,7 @@ def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
     return saved["content"]
 
 
-def _saved_names(manifest: Manifest) -> dict[str, set[str]]:
+def saved_names(manifest: Manifest) -> dict[str, set[str]]:
     """Return the tensor names in a checkpoint by entry."""
     names: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():

@@ -170,10 +170,12 @@ class CheckpointReader(StorageReader):
     Args:
         folder: checkpoint folder.
         manifest: checkpoint manifest.
+        sizes: shapes of the tensors to fill, by name. A tensor that is larger than in the checkpoint keeps
+            its values outside the saved shape.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        self._folder, self._manifest, self._sizes = folder, manifest, sizes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing, because a reader is used for a single load."""
@@ -184,7 +186,7 @@ class CheckpointReader(StorageReader):
             {
                 name: TensorStorageMetadata(
                     TensorProperties(dtype=record.dtype),
-                    torch.Size(record.shape),
+                    torch.Size(self._sizes.get(name, record.shape)),
                     [
                         ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
                         for piece in record.pieces

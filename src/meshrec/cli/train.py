@@ -31,7 +31,15 @@ from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, full_name, resolve
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, new_run
+from meshrec.train.run_folder import (
+    CONFIG,
+    RUNS,
+    SUMMARY,
+    RunFolder,
+    find_run,
+    new_run,
+    reported_run,
+)
 from meshrec.train.trackers import find_trackers
 
 
@@ -63,6 +71,8 @@ class TrainOptions:
     """cpu or cuda; none: cuda if torch sees a GPU."""
     resume: bool = False
     """Continue a run from the last checkpoint; without --name, the recipe's newest run."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Run from whose weights, optimizer state and vocabularies a new run starts."""
     trust: bool = False
     """Execute the recipe source of the resumed run, even if another user trained the run."""
     quiet: bool = False
@@ -226,7 +236,21 @@ def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
         rank_timeout=options.rank_timeout,
         keep=not options.no_checkpoints,
         store=options.out if options.out is not None and is_address(options.out) else None,
+        warm_start=_find_warm_start(options, resumed),
     )
+
+
+def _find_warm_start(options: TrainOptions, resumed: RunFolder | None) -> RunFolder | None:
+    """Return the run from whose weights to start: --from, or the one of the resumed run; None without one."""
+    earlier = _read_config(resumed).get("warm_start")
+    if options.from_ is None:
+        return None if earlier is None else RunFolder(Path(earlier["folder"]))
+    if resumed is not None and earlier is None:
+        raise ValueError(
+            f"--from {options.from_} with --resume: {resumed.path} has weights already. Leave --from out to "
+            "resume, or start a new run with another --name."
+        )
+    return reported_run(find_run(options.from_, _runs_folder(options)))
 
 
 def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:

@@ -195,6 +195,7 @@ class NewUserScores(nn.Module):
     """
 
     constant_buffers = ("ids_I", "scores_I")
+    from_data = ("scores_I",)
     ids_I: Tensor
     scores_I: Tensor  # persistent: a log that grows after training must not change a trained model
 

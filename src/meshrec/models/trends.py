@@ -25,6 +25,7 @@ class TrendScores(SelectedSettings):
     """
 
     constant_buffers = ("ids_I", "trends_I", "chosen")
+    from_data = ("trends_I",)
     # Models of earlier releases have no trends.
     older_checkpoints: ClassVar[Mapping[str, float]] = {"trends_I": 0.0, "chosen": 0.0}
     ids_I: Tensor

@@ -26,6 +26,7 @@ def load_data(
     folder: RunFolder,
     ranks: Ranks,
     tell: Callable[[float], None] = lambda share: None,
+    earlier: RunFolder | None = None,
 ) -> "Dataset":
     """Load a run's data, and fit its features if necessary. Collective.
 
@@ -36,6 +37,7 @@ def load_data(
         folder: run folder.
         ranks: the ranks, from `join`.
         tell: called with the finished share of fitting, from 0 to 1.
+        earlier: run whose fit the features continue; see `Features.continued`. None: a run from scratch.
 
     Raises:
         Exception: a rank failed to fit the features; raised on every rank with the same cause.
@@ -45,7 +47,7 @@ def load_data(
         return source.load()
     from meshrec.data.features import Features
 
-    saved = _of_first(ranks, lambda: folder.read_json(FEATURES))
+    saved = of_first(ranks, lambda: folder.read_json(FEATURES))
     if saved is None:
         features: Features | None = None
         if isinstance(source, RankFittedSource):
@@ -54,12 +56,14 @@ def load_data(
         def save() -> Any:
             """Store the features in the run folder, and return the content of the JSON file."""
             fitted = source.fit() if features is None else features
+            if earlier is not None:
+                fitted = fitted.continued(features_of(earlier))
             content = fitted.write_vocabularies(folder.path / FEATURES)
             # Sealed, because changed features would silently change every prediction.
             folder.write_json(FEATURES, content, seal=True)
             return content
 
-        saved = _of_first(ranks, save)
+        saved = of_first(ranks, save)
     return source.dataset(_features_on_ranks(saved, folder, ranks))
 
 
@@ -89,11 +93,11 @@ def _features_on_ranks(saved: Any, folder: RunFolder, ranks: Ranks) -> "Features
     if errors[0] is not None:
         raise DataError(errors[0]) from error
     # Ranks on other hosts may not see the folder.
-    received = _of_first(ranks, vocabulary_file(path).read_bytes) if any(errors) else b""
+    received = of_first(ranks, vocabulary_file(path).read_bytes) if any(errors) else b""
     return Features.from_json(saved, vocabularies_in(received if content is None else content))
 
 
-def _of_first(ranks: Ranks, compute: Callable[[], Any]) -> Any:
+def of_first(ranks: Ranks, compute: Callable[[], Any]) -> Any:
     """Return the result of a function that only rank 0 runs. Collective.
 
     Raises:

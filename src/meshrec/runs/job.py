@@ -41,6 +41,8 @@ class Job:
         store: address of an object store for checkpoints, such as ``s3://bucket/runs``; None: save them in
             the run folder.
         final: ``all``: after the run, fit again on all rows (see runs/refit.py); None: no second fit.
+        warm_start: run from whose weights, optimizer state and vocabularies a new run starts; see
+            runs/warm_start.py. None: start from initial weights.
         on_event: function called with every event, on every rank.
     """
 
@@ -59,4 +61,5 @@ class Job:
     keep: bool = True
     store: str | None = None
     final: Literal["all"] | None = None
+    warm_start: RunFolder | None = None
     on_event: Observer | None = None

@@ -16,6 +16,7 @@ from meshrec.runs.fitting import load_data
 from meshrec.runs.job import Job
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import copy_source
+from meshrec.runs.warm_start import warm_start
 from meshrec.train.observers import Event, FolderObserver, Stepped
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
@@ -139,7 +140,7 @@ def refit(
     # Rank 0 creates the folder, from which the other ranks read.
     ranks.wait_for_all()
     recipe = replace(job.recipe, data=job.recipe.data.all_rows())
-    dataset = load_data(recipe.data, final, ranks)
+    dataset = load_data(recipe.data, final, ranks, earlier=job.warm_start)
     recipe = refit_recipe(recipe, trainer, dataset)
     observers: list[Callable[[Event], None]] = [FolderObserver(final)] if ranks.is_first else []
 
@@ -158,7 +159,8 @@ def refit(
     if config is not None:
         # An interrupted refit continues only on the same data.
         check_data(config, dataset, final.path)
-    refit_trainer.resume()
+    if not refit_trainer.resume() and job.warm_start is not None:
+        warm_start(job, refit_trainer, final, ranks)
     if ranks.is_first:
         _write_config(job, recipe, refit_trainer, folder, final)
     ranks.wait_for_all()

@@ -57,6 +57,7 @@ from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import copy_source
+from meshrec.runs.warm_start import check_model, lines_of, warm_start
 from meshrec.train.baselines import baselines
 from meshrec.train.losses import NextItem, Ranking, Softmax
 from meshrec.train.observers import (
@@ -233,6 +234,8 @@ class _RankRun:
         self._store: ObjectStore | None = None
         if job.store is not None:
             self._store = ObjectStore(job.store).under(ranks.broadcast(folder.path.name))
+        # Differences from the run whose weights this run started from; see `warm_start`.
+        self._warm_start: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
         """Load the data, train, evaluate, write the reports, and return the summary. Collective."""
@@ -246,6 +249,8 @@ class _RankRun:
             self._compare_starts()
             # Fail now, and not after the first fit.
             check_refit(self._job)
+            if self._job.warm_start is not None:
+                check_model(self._job.recipe, self._job.warm_start)
             seed = self._job.recipe.training.seed
             torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
             seed_python_and_numpy(seed, "data")
@@ -315,6 +320,7 @@ class _RankRun:
             "keep",
             "store",
             "final",
+            "warm_start",
         )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
@@ -333,7 +339,7 @@ class _RankRun:
 
         # An error on one rank is raised on all ranks. Otherwise they would wait for it in the comparison.
         with together(self._ranks.axis, "loading the data"):
-            dataset = load_data(self._job.recipe.data, self._folder, self._ranks, tell)
+            dataset = load_data(self._job.recipe.data, self._folder, self._ranks, tell, self._job.warm_start)
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
         return dataset
 
@@ -356,6 +362,10 @@ class _RankRun:
                 )
             if self._ranks.is_first:  # an earlier start may have ended before the first checkpoint
                 self._folder.remove_lines_after(0, evaluated=False)
+            if self._job.warm_start is not None:
+                self._warm_start = warm_start(self._job, trainer, self._folder, self._ranks)
+                for line in lines_of(self._warm_start):
+                    self._notify(Reported(line))
         if self._job.resume:
             self._notify(Reported(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
             for name, old, new in self._job.changes:
@@ -389,6 +399,7 @@ class _RankRun:
             "device": self._ranks.device.type,
             "baselines": self._job.baselines,
             "final": self._job.final,
+            "warm_start": self._warm_start or before.get("warm_start"),
             "began": before.get("began", self._began),
             "torch": torch.__version__,
             "starts": [*before.get("starts", []), start],
@@ -446,6 +457,7 @@ class _RankRun:
             "checkpoints": self._checkpoints(trainer.evaluator.weights_step),
             "failed_saves": trainer.saver.failures,
             "phases": self._phases(trainer),
+            "warm_start": (self._folder.read_json(CONFIG) or {}).get("warm_start"),
             "began": self._began,
             "ended": timestamp(),
         }

@@ -422,6 +422,11 @@ def finished_refit(run: RunFolder) -> RunFolder | None:
     return final
 
 
+def reported_run(run: RunFolder) -> RunFolder:
+    """Return the run's refit on all rows if it has a finished one, else the run itself."""
+    return finished_refit(run) or run
+
+
 def run_or_path(path: Path, runs: Path = RUNS) -> Path:
     """Interpret ``path`` as a path if it exists, else as a run name, and return the path.
 

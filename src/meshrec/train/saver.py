@@ -1,6 +1,6 @@
 """Save a run's checkpoints (from which it resumes), deltas (for servers) and best weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
+from meshrec.checkpoint.hashed import hashed_targets
+from meshrec.checkpoint.matching import Differences
+from meshrec.checkpoint.saving import load_matching
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.durable import make_scratch, remove_scratch
 from meshrec.model_parallel import DistributedModelParallel
@@ -66,6 +69,7 @@ class CheckpointSaver:
         tell: Callable[[str], None],
     ) -> None:
         self.folder, self._progress, self._tell = folder, progress, tell
+        self._group = ranks.control
         self.state: dict[str, Any] = {
             "model": built.model,
             "table_optimizer": built.tables,
@@ -114,6 +118,25 @@ class CheckpointSaver:
         for group, values in zip(groups, options, strict=True):
             group.update(values)
         return self._saved is not None
+
+    def load_matching(
+        self, weights: Path, last: Path, *, fresh_tables: Collection[str], tables_only: bool
+    ) -> Differences:
+        """Load another run's weights and optimizer state as far as they fit; see `Trainer.warm_start`."""
+        options: dict[str, Any] = {
+            "fresh_tables": fresh_tables,
+            "tables_only": tables_only,
+            "group": self._group,
+        }
+        names = ("model", "table_optimizer", "dense_optimizer")
+        # Weights and optimizer state of hashed tables are the same rows, so they are loaded together.
+        state = {name: self.state[name] for name in names}
+        differences = load_matching(last, state, **options)
+        if weights != last:
+            model = {"model": self.state["model"]}
+            load_matching(weights, model, **options)
+            differences.fresh_state += [f"{path}.weight" for path in hashed_targets(self.state["model"])]
+        return differences
 
     def start_deltas(self) -> None:
         """Start to record changed rows for deltas, if the recipe publishes deltas.

@@ -1,7 +1,9 @@
 """The training loop: steps, metrics, evaluations and checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
+from meshrec.checkpoint.matching import Differences
 from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.data.balance import balanced_reader
@@ -69,6 +71,8 @@ class Trainer:
         self._observer = observer
         self._stop = stop or StopRequest()
         self.stopped = False
+        # Set by `warm_start`.
+        self._is_warm = False
         training = recipe.training
         self._samples_per_step = training.batch_size * training.accumulate
         self.steps_per_epoch = -(-dataset.train.num_samples // self._samples_per_step)
@@ -139,6 +143,27 @@ class Trainer:
             folder.remove_lines_after(step, evaluated=self.evaluator.early.last_step == step)
         return is_resumed
 
+    def warm_start(
+        self, weights: Path, last: Path, *, fresh_tables: Collection[str] = (), tables_only: bool = False
+    ) -> Differences:
+        """Start from another run's weights and optimizer state instead of initial weights. Collective.
+
+        Args:
+            weights: checkpoint with the weights.
+            last: checkpoint with the optimizer state. If it is not of the same step as ``weights``, the rows
+                of hashed tables start without optimizer state.
+            fresh_tables: names of tables that keep their initial values.
+            tables_only: whether all parameters other than tables keep their initial values.
+
+        Returns:
+            The differences between this model and the checkpoint.
+
+        Raises:
+            ValueError: a table has another width than in the checkpoint; raised on every rank.
+        """
+        self._is_warm = True
+        return self.saver.load_matching(weights, last, fresh_tables=fresh_tables, tables_only=tables_only)
+
     def run(self) -> dict[str, float]:
         """Train to the end or until an early stop, and load the best weights into the model. Collective.
 
@@ -156,7 +181,7 @@ class Trainer:
         self.saver.start_deltas()
         # With frozen objects, garbage collections during training do not visit the model again.
         with frozen_objects(), self._steps.profiled(), at_most_threads(self._num_threads()):
-            if is_fitted or self._needs_evaluation():
+            if is_fitted or (self._is_warm and not self.progress.step) or self._needs_evaluation():
                 self._evaluate()
             if is_fitted:
                 self.evaluator.favor_current()
@@ -196,7 +221,7 @@ class Trainer:
 
     def _fit_initial_weights(self) -> bool:
         """Fit initial weights before the first step, if the model supports it. Return whether it did."""
-        if self.progress.step:
+        if self.progress.step or self._is_warm:
             return False
         options = self.recipe.model.start(self.built.model, self.recipe, self.dataset, self.ranks)
         self.progress.start_options = options or {}

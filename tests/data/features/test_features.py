@@ -434,3 +434,54 @@ def test_a_binary_label_of_two_texts_is_encoded_as_0_and_1():
         features.fit([table]).encode(
             pa.table({"y": ["maybe"], "item": [0]}), RowOrigin("f", 0), Faults("raise")
         )
+
+
+def fitted(values, **options) -> Features:
+    ids = Vocabulary(name="item", **options)
+    edges = Buckets(name="bucket", column="y", num_buckets=4)
+    features = Features(labels=LABEL, features=(ids, edges, Number(name="z", column="y", standardize=True)))
+    return features.fit([pa.table({"y": np.arange(len(values)), "item": pa.array(values)})])
+
+
+def test_a_continued_vocabulary_keeps_its_rows_and_appends_new_values():
+    earlier = fitted([3, 3, 1, 1, 2], min_count=2)
+    now = fitted([2, 2, 4, 4, 4, 1, 1], min_count=2).continued(earlier)
+    assert now["item"].vocabulary[2:].to_pylist() == [4, 2]
+    assert now["item"].vocabulary[:2].equals(earlier["item"].vocabulary)
+    assert [now["item"].row_of(value) for value in (3, 1)] == [earlier["item"].row_of(v) for v in (3, 1)]
+    assert (now["bucket"].edges, now["z"].mean) == (earlier["bucket"].edges, earlier["z"].mean)
+    assert now.changed_since(earlier) == []
+
+
+def test_a_continued_vocabulary_obeys_its_limits():
+    earlier = fitted([1, 2, 3])
+    assert len(fitted([1, 4, 5], max_size=3).continued(earlier)["item"].vocabulary) == 3
+    assert len(fitted([1, 4, 5], max_size=4).continued(earlier)["item"].vocabulary) == 4
+    with pytest.raises(DataError, match="7"):
+        fitted([4, 5], num_embeddings=6).continued(earlier)
+
+
+def test_whole_floats_continue_integers_and_text_does_not():
+    earlier = fitted([1, 2])
+    assert fitted([1.0, 3.0, None]).continued(earlier)["item"].vocabulary.to_pylist() == [1, 2, 3]
+    with pytest.raises(DataError, match="'item'"):
+        fitted([1.5]).continued(earlier)
+    with pytest.raises(DataError, match=r"'item'.*text.*integer"):
+        fitted(["1"]).continued(earlier)
+
+
+def test_features_with_other_rows_start_again():
+    earlier = fitted([1, 2])
+    now = fitted([5], num_unseen=2)
+    assert now.changed_since(earlier) == ["item"]
+    assert now.continued(earlier)["item"] == now["item"]
+
+
+def test_a_new_feature_continues_the_vocabulary_of_its_table():
+    earlier = fitted([1, 2], table="t")
+    features = Features(
+        labels=LABEL,
+        features=(Vocabulary(name="item", table="t"), Vocabulary(name="last", table="t")),
+    ).fit([pa.table({"y": [0], "item": [2], "last": [9]})])
+    now = features.continued(earlier)
+    assert now["item"].vocabulary.to_pylist() == now["last"].vocabulary.to_pylist() == [1, 2, 9]

@@ -49,6 +49,7 @@ class Cross(IdFeature):
     """
 
     needs_fit: ClassVar[bool] = False
+    row_options: ClassVar[tuple[str, ...]] = ("columns_crossed", "num_embeddings")
 
     columns_crossed: tuple[str, ...]
     num_embeddings: int
@@ -66,6 +67,10 @@ class Cross(IdFeature):
 
     def columns(self) -> tuple[str, ...]:
         return self.columns_crossed
+
+    def continued(self, earlier: IdFeature) -> "Cross":
+        assert isinstance(earlier, Cross)
+        return replace(self, found=earlier.found, found_crossed=earlier.found_crossed)
 
     def kind_error(self, kinds: Mapping[str, Kind]) -> str | None:
         """Return the error message if columns with these kinds cannot be crossed; None if they can."""
@@ -135,6 +140,7 @@ class Buckets(IdFeature):
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
+    row_options: ClassVar[tuple[str, ...]] = ("num_buckets", "part", "unit", "time_format")
 
     num_buckets: int = 32
     part: DatePartName | None = None
@@ -179,6 +185,10 @@ class Buckets(IdFeature):
         edges = np.unique(np.quantile(values, shares, method="inverted_cdf"))
         return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
 
+    def continued(self, earlier: IdFeature) -> "Buckets":
+        assert isinstance(earlier, Buckets)
+        return replace(self, found=earlier.found, edges=earlier.edges)
+
     def ranges(self) -> list[str]:
         """Describe every bucket's range, from row 1 on, such as ``2 to below 5``."""
         edges = [f"{edge:g}" for edge in self.edges or ()]
@@ -219,6 +229,7 @@ class DatePart(IdFeature):
 
     allowed: ClassVar[tuple[Kind, ...]] = ("time", "integer", "number")
     needs_fit: ClassVar[bool] = False
+    row_options: ClassVar[tuple[str, ...]] = ("part", "unit", "time_format")
 
     part: DatePartName = "hour"
     unit: TimeUnit = "s"

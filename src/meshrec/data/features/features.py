@@ -463,6 +463,43 @@ class Features(Encoding):
             features.append(feature)
         return replace(self, features=tuple(features))
 
+    def continued(self, earlier: "Features") -> "Features":
+        """Return these fitted features with the fit of an earlier model, which continues to learn.
+
+        A feature with the options of an earlier feature of the same name keeps its fit, such as bucket edges.
+        The values of a vocabulary keep their rows, and new values get the rows after them.
+
+        Args:
+            earlier: fitted features of the earlier model.
+
+        Raises:
+            DataError: a vocabulary has values of another type than before, or exceeds its table.
+        """
+        features: list[ColumnFeature] = []
+        for feature in self.features:
+            before: Any = earlier._with_rows_of(feature)
+            # Features whose options changed start again.
+            is_same = before is not None and feature.has_rows_of(before)
+            features.append(feature.continued(before) if is_same else feature)
+        return replace(self, features=tuple(features))
+
+    def changed_since(self, earlier: "Features") -> list[str]:
+        """Return the names of features whose values have other rows than before, as their options changed."""
+        return [
+            feature.name
+            for feature in self.features
+            if (before := earlier._with_rows_of(feature)) is not None and not feature.has_rows_of(before)
+        ]
+
+    def _with_rows_of(self, feature: ColumnFeature) -> ColumnFeature | None:
+        """Return the feature in these features that a later feature continues; None for a new feature."""
+        if isinstance(feature, Vocabulary):
+            # By table, because a new feature may share the table of an earlier feature.
+            tables = {other.table or other.name: other for other in self.ids if isinstance(other, Vocabulary)}
+            if (feature.table or feature.name) in tables:
+                return tables[feature.table or feature.name]
+        return next((other for other in self.features if other.name == feature.name), None)
+
     def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
         """Return the value counts by table name. Counts of vocabularies that share a table are added up.
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,6 +60,8 @@ class IdFeature(ABC):
     """Whether numbers must be integral. They may be stored as floats or decimals."""
     needs_fit: ClassVar[bool] = True
     """Whether the feature must be fitted to training data before its use."""
+    row_options: ClassVar[tuple[str, ...]] = ()
+    """Options that determine which row a value has."""
 
     name: str
     column: str | None = None
@@ -136,6 +138,16 @@ class IdFeature(ABC):
             return int(self.rows_of(self._as_fitted(array))[0])
         except DataError as error:
             raise ValueError(f"{error}; got the value {value!r}.") from error
+
+    def has_rows_of(self, earlier: Any) -> bool:
+        """Return whether values have the rows that they had in another feature with the same name."""
+        return type(self) is type(earlier) and all(
+            getattr(self, name) == getattr(earlier, name) for name in self.row_options
+        )
+
+    def continued(self, earlier: "IdFeature") -> "IdFeature":
+        """Return this feature with the fit of an earlier feature, for which `has_rows_of` is true."""
+        return replace(self, found=earlier.found)
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns to read: values and, if there are any, weights."""
@@ -268,6 +280,7 @@ class Hashed(IdFeature):
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "text", "time", "number", *LIST_KINDS)
     needs_fit: ClassVar[bool] = False
+    row_options: ClassVar[tuple[str, ...]] = ("num_embeddings", "seed", "missing")
 
     num_embeddings: int
     seed: int = 0
@@ -327,6 +340,7 @@ class Integer(IdFeature):
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "list of integer", "list of number")
     takes_whole_only: ClassVar[bool] = True
     needs_fit: ClassVar[bool] = False
+    row_options: ClassVar[tuple[str, ...]] = ("missing",)
 
     num_embeddings: int
     missing: int | None = None

@@ -127,6 +127,17 @@ class Number:
             edges = quantile_edges(values, self.num_bins)
         return replace(feature, low=low, high=high, mean=mean, deviation=deviation, edges=edges)
 
+    def has_rows_of(self, earlier: Any) -> bool:
+        """Return whether an earlier feature with the same name converts numbers with the same options."""
+        fit = ("found", "low", "high", "mean", "deviation", "edges")
+        return type(earlier) is Number and replace(
+            earlier, **{name: getattr(self, name) for name in fit}
+        ) == replace(self, column=earlier.column)
+
+    def continued(self, earlier: "Number") -> "Number":
+        """Return this feature with the fit of an earlier feature, for which `has_rows_of` is true."""
+        return replace(earlier, column=self.column)
+
     def encode(self, chunks: Any, checks: RowChecks) -> Floats:
         """Return the dense value per sample, float32 [n], and mark samples with a damaged value as invalid.
 

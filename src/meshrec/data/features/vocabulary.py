@@ -52,6 +52,7 @@ class Vocabulary(IdFeature):
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", *LIST_KINDS)
+    row_options: ClassVar[tuple[str, ...]] = ("num_unseen",)
 
     min_count: int = 1
     max_size: int | None = None
@@ -178,6 +179,44 @@ class Vocabulary(IdFeature):
                 self._dictionary_tables.clear()
             self._dictionary_tables[key] = IdTable(self.rows_of(dictionary))
         return self._dictionary_tables[key]
+
+    def continued(self, earlier: IdFeature) -> "Vocabulary":
+        """Return this feature with an earlier vocabulary, followed by the new values in its own vocabulary.
+
+        ``max_size`` and the table limit the number of new values. All earlier values remain.
+
+        Raises:
+            DataError: the values have another type than before, or the vocabulary exceeds the table.
+        """
+        assert isinstance(earlier, Vocabulary)
+        kept, values = earlier.vocabulary, self.vocabulary
+        # Values in lists have the type of single values.
+        kinds = [kind_of(array.type) for array in (kept, values) if len(array)]
+        if len(set(kinds)) == 2 and "text" in kinds:
+            raise DataError(
+                f"feature {self.name!r}: column {self.source!r} holds {kinds[1]}, and held {kinds[0]} in the "
+                "run from which training starts. Give it as it was, or start without a run."
+            )
+        if len(values):
+            values = values.filter(pa.array(earlier.lookup_values(values) < 0))
+        if self.max_size is not None:
+            values = values.slice(0, max(0, self.max_size - len(kept)))
+        size = self._first + len(kept) + len(values)
+        if self.num_embeddings is not None and size > self.num_embeddings:
+            raise DataError(
+                f"feature {self.name!r}: its vocabulary, with the values of the run from which training "
+                f"starts, has {size:,} rows, and its table {self.num_embeddings:,}. Raise num_embeddings."
+            )
+        try:
+            type_ = (kept if len(kept) else values).type
+            vocabulary = pa.concat_arrays([kept.cast(type_), values.cast(type_)])
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"feature {self.name!r}: column {self.source!r} holds values that do not fit its vocabulary, "
+                f"of {kept.type}: {error}. Give it as it was, or start without a run."
+            ) from error
+        found = earlier.found if earlier.name == self.name else self.found
+        return replace(self, found=found, vocabulary=vocabulary)
 
     def rows_of(self, array: Any) -> Ints:
         """Return the table row per value, int64 [n]."""
