@@ -4,7 +4,7 @@ import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from meshrec.lazy import importer, without_gc
+from meshrec.lazy import import_on_use, without_gc
 
 if TYPE_CHECKING:
     from meshrec.estimators import Classifier, Ranker, Recommender, Regressor
@@ -45,25 +45,7 @@ __all__ = [
     "fuse",
 ]
 
-# Public names by the module that defines them.
-_EXPORTS = {
-    "meshrec.modules": [
-        "BoundsCheckMode",
-        "DataType",
-        "EmbeddingBagCollection",
-        "EmbeddingBagConfig",
-        "EmbeddingCollection",
-        "EmbeddingConfig",
-        "PoolingType",
-    ],
-    "meshrec.modules.fusing": ["fuse"],
-    "meshrec.tables.cached.rows": ["FileRows"],
-    "meshrec.tables.hashed.keys": ["Hashed"],
-    "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
-}
-# Imported only on first use, because they need packages that the core does not need.
-_ESTIMATORS = {"meshrec.estimators": ["Classifier", "Ranker", "Recommender", "Regressor"]}
-_import_export = importer(__name__, _EXPORTS | _ESTIMATORS)
+_import_public_name = import_on_use(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -72,15 +54,16 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("meshrec")
-    return _import_export(name)
+    return _import_public_name(name)
 
 
 # In a program that imports meshrec, import the public names now, which also registers the operators. But not
 # in the command (`meshrec` or `python -m meshrec`): it must answer `--help` and Ctrl-C at once, and importing
-# torch takes seconds.
+# torch takes seconds. The estimators need packages that the core does not need.
 if sys.argv[:1] != ["-m"] and PurePath(sys.argv[0] if sys.argv else "").name != "meshrec":
     with without_gc():
-        for _name in (name for names in _EXPORTS.values() for name in names):
-            globals()[_name] = _import_export(_name)
+        for _name in __all__:
+            if _name not in ("Classifier", "Ranker", "Recommender", "Regressor", "__version__"):
+                _import_public_name(_name)
         # Lets the threads of process groups end before the interpreter does; see there.
         import meshrec.comms.leaving  # noqa: F401

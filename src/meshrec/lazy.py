@@ -1,9 +1,13 @@
 """Imports of public names on first use, and imports without garbage collection."""
 
+import ast
+import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -46,21 +50,37 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def importer(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package that imports public names on first use.
+def import_on_use(package: str) -> Callable[[str], Any]:
+    """Let a package import its public names on first use, so that it loads only the modules that are used.
+
+    The package's ``__init__.py`` imports the names under ``if TYPE_CHECKING:``, for type checkers. At run
+    time, the modules named there are imported when a program uses one of their names.
 
     Args:
-        package: name of the package.
-        homes: the names to import, by the module that defines them.
+        package: name of the package, which is being imported.
+
+    Returns:
+        The package's ``__getattr__``. It has been set already.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    module = sys.modules[package]
+
+    @functools.cache
+    def module_names() -> dict[str, str]:
+        """Return the module that defines each public name, as the source of the package says."""
+        tree = ast.parse(Path(str(module.__file__)).read_bytes())
+        blocks = [node for node in tree.body if isinstance(node, ast.If)]
+        imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def load(name: str) -> Any:
         """Return a public name after importing its module. Raise AttributeError for any other name."""
-        if name not in home_of:
+        if name not in module_names():
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; use one of {package}.__all__."
             )
-        return getattr(importlib.import_module(home_of[name]), name)
+        value = getattr(importlib.import_module(module_names()[name]), name)
+        setattr(module, name, value)
+        return value
 
+    vars(module).update(__getattr__=load, __dir__=lambda: sorted({*vars(module), *module_names()}))
     return load

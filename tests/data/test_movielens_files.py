@@ -2,7 +2,7 @@ import pytest
 
 from meshrec.data import DataError
 from meshrec.data.faults import Faults
-from meshrec.data.movielens_files import load_folder
+from meshrec.data.movielens_data import load_folder
 
 # The same three ratings and two movies in every form.
 FORMS = {

@@ -4,8 +4,8 @@ import random
 import pytest
 
 from meshrec.data import DataError
+from meshrec.data.criteo_data import TextBlock, find_blocks, read_pieces
 from meshrec.data.faults import Faults
-from meshrec.data.text_blocks import TextBlock, find_blocks, read_pieces
 
 TEXT = b"".join(b"line %d\n" % number for number in range(100))
 

@@ -8,7 +8,7 @@ from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
-from meshrec.lazy import importer
+from meshrec.lazy import import_on_use
 
 if TYPE_CHECKING:
     from meshrec.checkpoint.delta import RowTracker
@@ -41,13 +41,4 @@ __all__ = [
 ]
 
 # Lazy: these modules import sharded tables and torch.distributed.checkpoint, which a server never uses.
-__getattr__ = importer(
-    __name__,
-    {
-        "meshrec.checkpoint.delta": ["RowTracker"],
-        "meshrec.checkpoint.manager": ["CheckpointManager"],
-        "meshrec.checkpoint.publishing": ["DeltaPublisher"],
-        "meshrec.checkpoint.row_files": ["export_rows", "import_rows"],
-        "meshrec.checkpoint.saving": ["PendingSave", "async_save", "load", "save"],
-    },
-)
+import_on_use(__name__)

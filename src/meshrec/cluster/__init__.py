@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from meshrec.cluster.kubernetes import JobOptions, ServeJob, job_set, pytorch_job, serving
 from meshrec.cluster.slurm import SlurmJob, script, submit
-from meshrec.lazy import importer
+from meshrec.lazy import import_on_use
 
 if TYPE_CHECKING:
     from meshrec.cluster.doctor import Examination, ExaminationOptions, examine
@@ -26,10 +26,4 @@ __all__ = [
 ]
 
 # Lazy, because the checks import torch, and a login node used only to write scripts may not have it.
-__getattr__ = importer(
-    __name__,
-    {
-        "meshrec.cluster.doctor": ["Examination", "ExaminationOptions", "examine"],
-        "meshrec.cluster.findings": ["Finding"],
-    },
-)
+import_on_use(__name__)

@@ -1,28 +1,34 @@
 """Datasets, and readers that stream them in batches."""
 
-from meshrec.data.batch import Batch
-from meshrec.data.criteo import criteo, criteo_reader
-from meshrec.data.dataset import (
-    Dataset,
-    Feature,
-    FileRows,
-    Position,
-    Reader,
-    RowsOfFile,
-    embedding_bag_configs,
-    locate,
-)
-from meshrec.data.faults import DataError
-from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.interactions import Interactions
-from meshrec.data.movielens import movielens
-from meshrec.data.next_item_data import next_items
+from typing import TYPE_CHECKING
+
+# Two functions have the name of their module, which an import of that module would put in their place.
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
-from meshrec.data.splitting import Split
-from meshrec.data.streaming import Source, StreamReader
-from meshrec.data.synthetic import drifting_clicks, synthetic_clicks
-from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
+from meshrec.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from meshrec.data.batch import Batch
+    from meshrec.data.criteo_data import criteo, criteo_reader
+    from meshrec.data.dataset import (
+        Dataset,
+        Feature,
+        FileRows,
+        Position,
+        Reader,
+        RowsOfFile,
+        embedding_bag_configs,
+        locate,
+    )
+    from meshrec.data.faults import DataError
+    from meshrec.data.in_memory import InMemoryReader, Ranges
+    from meshrec.data.interactions import Interactions
+    from meshrec.data.movielens_data import movielens
+    from meshrec.data.next_item_data import next_items
+    from meshrec.data.splitting import Split
+    from meshrec.data.streaming import Source, StreamReader
+    from meshrec.data.synthetic import drifting_clicks, synthetic_clicks
+    from meshrec.data.synthetic_logs import SyntheticLog, synthetic_log
 
 __all__ = [
     "Batch",
@@ -54,3 +60,5 @@ __all__ = [
     "synthetic_clicks",
     "synthetic_log",
 ]
+
+import_on_use(__name__)

@@ -12,7 +12,7 @@ from meshrec.data.hashing import codes_of
 from meshrec.data.interactions import HISTORY
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.logs import LogTable, filter_log
-from meshrec.data.movielens import ratings_before
+from meshrec.data.movielens_data import ratings_before
 from meshrec.data.nearest import missing_column
 from meshrec.data.next_item_data import check_history
 from meshrec.data.samples import gather_ranges

@@ -4,38 +4,46 @@ Start with ``routing.py`` ([Note: how a plan becomes routes]) and ``sharded_tabl
 a batch]).
 """
 
-from meshrec.comms.agreement import verify_same_plan
-from meshrec.comms.collectives import measure_traffic
-from meshrec.comms.failures import CollectiveError
-from meshrec.comms.leaving import leave_process_group
-from meshrec.comms.mesh import ShardingEnv
-from meshrec.comms.phase_clock import record_phases
-from meshrec.comms.wire import CommsPrecision
-from meshrec.distributed.awaitable import LazyAwaitable
-from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from meshrec.plan.builders import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    grid_shard,
-    row_wise,
-    table_column_wise,
-    table_row_wise,
-    table_wise,
-)
-from meshrec.plan.checks import verify_module_plan, verify_plan
-from meshrec.plan.sharding_plan import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ParameterSharding,
-    RemoteDevice,
-    ShardingPlan,
-    ShardingType,
-    ShardMetadata,
-    TableSize,
-)
+from typing import TYPE_CHECKING
+
+from meshrec.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from meshrec.comms.agreement import verify_same_plan
+    from meshrec.comms.collectives import measure_traffic
+    from meshrec.comms.failures import CollectiveError
+    from meshrec.comms.leaving import leave_process_group
+    from meshrec.comms.mesh import ShardingEnv
+    from meshrec.comms.phase_clock import record_phases
+    from meshrec.comms.wire import CommsPrecision
+    from meshrec.distributed.awaitable import LazyAwaitable
+    from meshrec.distributed.embedding_modules import (
+        ShardedEmbeddingBagCollection,
+        ShardedEmbeddingCollection,
+    )
+    from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+    from meshrec.plan.builders import (
+        column_wise,
+        construct_module_sharding_plan,
+        data_parallel,
+        grid_shard,
+        row_wise,
+        table_column_wise,
+        table_row_wise,
+        table_wise,
+    )
+    from meshrec.plan.checks import verify_module_plan, verify_plan
+    from meshrec.plan.sharding_plan import (
+        EmbeddingComputeKernel,
+        EmbeddingModuleShardingPlan,
+        EnumerableShardingSpec,
+        ParameterSharding,
+        RemoteDevice,
+        ShardingPlan,
+        ShardingType,
+        ShardMetadata,
+        TableSize,
+    )
 
 __all__ = [
     "CollectiveError",
@@ -70,3 +78,5 @@ __all__ = [
     "verify_plan",
     "verify_same_plan",
 ]
+
+import_on_use(__name__)

@@ -13,9 +13,9 @@ from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_t
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.table_names import by_module
+from meshrec.optim.torch_optimizers import from_torch
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 

@@ -6,7 +6,7 @@ from meshrec.export.archive import PackageError
 from meshrec.export.manifest import CheckedPackage, check_package
 from meshrec.export.predictor import Predictor
 from meshrec.export.signing import read_private_key, sign_package
-from meshrec.lazy import importer
+from meshrec.lazy import import_on_use
 from meshrec.ops.library import library_path
 
 if TYPE_CHECKING:
@@ -25,4 +25,4 @@ __all__ = [
 ]
 
 # Lazy, because a server only reads packages.
-__getattr__ = importer(__name__, {"meshrec.export.package": ["compile_anew", "export"]})
+import_on_use(__name__)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.optim.parts import shard_info_of
+from meshrec.optim.torch_optimizers import from_torch
 
 _logger = logging.getLogger("meshrec")
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshrec.lazy import importer
+from meshrec.lazy import import_on_use
 
 if TYPE_CHECKING:
     from meshrec.train.architectures import (
@@ -116,55 +116,4 @@ __all__ = [
 ]
 
 # Lazy: the modules import most of the library, which servers and commands that only read runs never need.
-__getattr__ = importer(
-    __name__,
-    {
-        "meshrec.train.architectures": [
-            "ClickTowersConfig",
-            "DINConfig",
-            "DLRMConfig",
-            "DLRMDCNConfig",
-            "DeepFMConfig",
-            "MultiTaskConfig",
-            "TwoTowerConfig",
-            "tables_on_meta",
-        ],
-        "meshrec.train.click_logs": ["ClickLog"],
-        "meshrec.train.evaluation": ["Scored", "evaluate", "score"],
-        "meshrec.train.hstu_ranking": ["HSTURankerConfig", "SyntheticImpressions"],
-        "meshrec.train.log_sources": ["BooksRatings", "Log", "LogSource", "MovieLensSequences"],
-        "meshrec.train.losses": [
-            "BinaryCrossEntropy",
-            "Huber",
-            "Loss",
-            "NextItem",
-            "Ranking",
-            "Softmax",
-            "SquaredError",
-            "Task",
-            "Tasks",
-        ],
-        "meshrec.train.next_item_configs": ["BERT4RecConfig", "GRU4RecConfig", "HSTUConfig", "SASRecConfig"],
-        "meshrec.train.ranks": ["Ranks", "join"],
-        "meshrec.train.recipe": [
-            "DataSource",
-            "DenseOptimizer",
-            "FittedSource",
-            "ModelConfig",
-            "Placement",
-            "RankFittedSource",
-            "RawSource",
-            "Recipe",
-            "SplitOptions",
-            "TableSource",
-            "Training",
-        ],
-        "meshrec.train.recipes": ["RECIPES", "resolve"],
-        "meshrec.train.run_folder": ["RunFolder", "RunState", "find_run"],
-        "meshrec.train.schedule": ["Schedule"],
-        "meshrec.train.sources": ["Criteo", "Csv", "Frame", "MovieLens", "Parquet", "SyntheticClicks"],
-        "meshrec.train.trainer": ["Trainer"],
-        "meshrec.train.watch": ["LossError"],
-        "meshrec.train.wide_deep": ["WideDeepConfig"],
-    },
-)
+import_on_use(__name__)

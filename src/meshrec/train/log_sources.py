@@ -313,7 +313,7 @@ class MovieLensSequences(LogSource, DataSource):
     @override
     def read(self, faults: "Faults", data: Any = None, features: "Features | None" = None) -> "LogTable":
         from meshrec.data.logs import LogTable
-        from meshrec.data.movielens import load_raw
+        from meshrec.data.movielens_data import load_raw
 
         raw = load_raw(self.path if data is None else _folder(data), faults)
         if data is None:

@@ -11,8 +11,8 @@ import torch
 from torch.optim import SGD as TorchSGD
 
 from meshrec.optim import optimizers as specs
-from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.torch_optimizers import from_torch
 
 # FBGEMM's defaults for omitted arguments.
 _DEFAULTS = {
