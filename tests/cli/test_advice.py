@@ -36,7 +36,7 @@ from meshrec.cli import (
 )
 from meshrec.cli.__main__ import COMMANDS
 from meshrec.optim.optimizers import SPECS
-from meshrec.train.recipes import RECIPES, resolve
+from meshrec.train import RECIPES, resolve
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshrec"
 OPTIONS = {

@@ -2,7 +2,7 @@ import pytest
 
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.train import TrainOptions
-from meshrec.train.recipes import RECIPES, resolve
+from meshrec.train import RECIPES, resolve
 
 SCREEN = 52
 

@@ -7,8 +7,7 @@ import pytest
 from meshrec.cli.inspect import main as inspect
 from meshrec.data.csv_dialects import CsvFormat
 from meshrec.data.frames import read_columns, read_csvs
-from meshrec.train import Csv, Log
-from meshrec.train.recipes import resolve
+from meshrec.train import Csv, Log, resolve
 
 
 def write(path, rows, encoding="utf-8"):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from meshrec.runs import load_recipe
-from meshrec.train.recipes import RECIPES, resolve
+from meshrec.train import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, to_json
 from tests.hostile.damage import NUMBER, Tally, crafted, harm, number
 

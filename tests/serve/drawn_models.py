@@ -166,7 +166,7 @@ def recipe() -> Recipe:
             options["loss"] = Tasks(tasks=(Task("y", BinaryCrossEntropy()), Task("spent", SquaredError())))
         data = Parquet(train=file, features=features_of(rng, kind), split_by="random", seed=seed)
         return Recipe(data=data, model=model, **options)
-    from meshrec.train.next_item_recipes import two_tower
+    from meshrec.train.recipes import two_tower
 
     model = HISTORIES[seed % len(HISTORIES)]
     is_tower = isinstance(model, TwoTowerConfig)

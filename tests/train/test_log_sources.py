@@ -11,7 +11,7 @@ from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.log_columns import LogColumns
 from meshrec.train import BooksRatings, Log, MovieLensSequences, RunFolder, resolve
-from meshrec.train.next_item_recipes import NEXT_ITEM_RECIPES
+from meshrec.train.recipes import RECIPES
 from tests.train.movies import LENGTH, NUM_MOVIES, NUM_USERS, write_movies
 
 
@@ -77,11 +77,11 @@ def test_published_recipes_have_the_published_sizes():
         ("hstu_large_ml20m", 256, 200, 128),
         ("sasrec_books", 64, 50, 512),
     ):
-        recipe = NEXT_ITEM_RECIPES[name]()
+        recipe = RECIPES[name]()
         assert recipe.name == name
         assert (recipe.model.embedding_dim, recipe.data.history) == (width, length)
         assert recipe.model.softmax.num_negatives == num_negatives
-    large = NEXT_ITEM_RECIPES["hstu_large_books"]().model
+    large = RECIPES["hstu_large_books"]().model
     assert (large.num_blocks, large.num_heads, large.dropout) == (16, 8, 0.5)
 
 

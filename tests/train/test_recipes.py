@@ -5,7 +5,7 @@ import pytest
 
 from meshrec.models import DLRM
 from meshrec.train import RECIPES, Ranking, Recipe, SyntheticClicks, resolve
-from meshrec.train.recipes import full_name
+from meshrec.train.recipe_files import full_name
 
 MINE = """
 from meshrec.train import resolve

@@ -15,7 +15,7 @@ from meshrec.cli.arguments import parse
 from meshrec.cluster import Examination, ExaminationOptions, examine
 from meshrec.comms.leaving import leave_process_group
 from meshrec.data.locations import is_address
-from meshrec.train.recipes import resolve
+from meshrec.train.recipe_files import resolve
 from meshrec.train.run_folder import RUNS
 
 # Table width if the output is not a terminal.

@@ -18,7 +18,7 @@ from meshrec.comms.agreement import together
 from meshrec.data.features.fit_folder import FILE, write_fit
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import TableSource
-from meshrec.train.recipes import full_name, resolve
+from meshrec.train.recipe_files import full_name, resolve
 
 _TASK = "fitting features"
 """Name of the task in lines about progress."""

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"--epochs is {options.epochs}; it must be at least 1.")
     from meshrec.data.locations import is_address
     from meshrec.runs.leaderboard import leaderboard
-    from meshrec.train.recipes import resolve
+    from meshrec.train.recipe_files import resolve
 
     console = Console()
     # Relative paths would not work, because the recipe is written to a scratch folder.

@@ -15,7 +15,7 @@ from meshrec.data.nearest import did_you_mean
 from meshrec.ops.mapping import memory_limit
 from meshrec.planner.data_costs import DataSize, Prediction, as_json, build_disk, predict, total, with_counts
 from meshrec.train.recipe import FittedSource, Recipe
-from meshrec.train.recipes import resolve
+from meshrec.train.recipe_files import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, run_or_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from meshrec.cli.arguments import check_output, parse_subcommand
-from meshrec.train.recipes import resolve
+from meshrec.train.recipe_files import resolve
 from meshrec.train.yaml_recipes import to_yaml
 
 

@@ -30,7 +30,7 @@ from meshrec.runs.saved_recipe import changed_options, load_recipe
 from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, full_name, resolve
+from meshrec.train.recipe_files import full_name, resolve
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
@@ -483,6 +483,9 @@ def _help(words: Sequence[str]) -> int:
     Raises:
         UsageError: there are arguments, but help was not requested.
     """
+    # Imported here, because these recipes need the modules of all models and sources.
+    from meshrec.train.recipes import RECIPES
+
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0].removeprefix('Return a recipe for ')}"
         for name, function in RECIPES.items()

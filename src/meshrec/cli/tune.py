@@ -11,7 +11,7 @@ from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.train import parse, split_recipe
 from meshrec.train.ranks import Ranks
-from meshrec.train.recipes import resolve
+from meshrec.train.recipe_files import resolve
 from meshrec.train.run_folder import RUNS
 from meshrec.train.tuning import read_space, train_seeds, tune, with_options
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from meshrec.runs.source import recorded_recipe
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import PATH_FIELDS, resolve
+from meshrec.train.recipe_files import PATH_FIELDS, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flatten, to_json
-from meshrec.train.yaml_recipes import value_of
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -104,6 +103,8 @@ def restore_options(template: T, saved: Any, where: str) -> T:
         # Unchanged values keep the template's object, which may have no JSON form, such as an in-memory
         # table.
         elif to_json(now) != saved[name]:
+            from meshrec.train.yaml_recipes import value_of
+
             values[name] = value_of(hints[name], saved[name], f"{where}.{name}", remedy=_REMEDY)
     return dataclasses.replace(template, **values)  # type: ignore[type-var]
 

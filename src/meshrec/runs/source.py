@@ -36,9 +36,8 @@ from typing_extensions import override
 
 from meshrec.durable import CreatedPath, write_durably
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, call_recipe, module_name, module_of_file, resolve
+from meshrec.train.recipe_files import SUFFIXES, call_recipe, module_name, module_of_file, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
-from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 
 COPY = "source"
 """Folder with the copied source code, inside the run folder."""
@@ -119,10 +118,13 @@ def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         ValueError: the source may not be executed, or no longer exists.
     """
     source, entry = config["source"], config.get("code")
-    # Built-in recipes are part of MeshRec, and need no seal.
-    if source in RECIPES:
-        return resolve(source)
     if not _is_code(source):
+        from meshrec.train.recipes import RECIPES
+        from meshrec.train.yaml_recipes import recipe_of
+
+        # Built-in recipes are part of MeshRec, and need no seal.
+        if source in RECIPES:
+            return resolve(source)
         return recipe_of(config["recipe"], f"{folder.path / CONFIG}: recipe")
     doubt = _distrust_reason(source, entry)
     if doubt is not None and not folder.is_trusted:
@@ -156,7 +158,7 @@ def _is_code(source: str) -> bool:
 
     A YAML recipe needs no code, because ``config.json`` contains all of it.
     """
-    return source not in RECIPES and not source.endswith(SUFFIXES)
+    return ":" in source and not source.endswith(SUFFIXES)
 
 
 def _code_path(folder: RunFolder, source: str) -> str:

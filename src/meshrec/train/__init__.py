@@ -45,7 +45,8 @@ if TYPE_CHECKING:
         TableSource,
         Training,
     )
-    from meshrec.train.recipes import RECIPES, resolve
+    from meshrec.train.recipe_files import resolve
+    from meshrec.train.recipes import RECIPES
     from meshrec.train.run_folder import RunFolder, RunState, find_run
     from meshrec.train.schedule import Schedule
     from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks

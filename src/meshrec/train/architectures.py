@@ -13,21 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from meshrec.models import (
-    DIN,
-    DLRM,
-    DLRM_DCN,
-    PLE,
-    DeepFMModel,
-    Mixture,
-    MMoE,
-    MultiTask,
-    SharedBottom,
-    TowerRanking,
-    TwoTower,
-    TwoTowerClicks,
-)
-from meshrec.models.trends import TrendScores
+from meshrec import models
 from meshrec.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -66,7 +52,7 @@ class DLRMConfig(TableOptions, ModelConfig):
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
-        return DLRM(
+        return models.DLRM(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
@@ -89,7 +75,7 @@ class DLRMDCNConfig(TableOptions, ModelConfig):
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
-        return DLRM_DCN(
+        return models.DLRM_DCN(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
@@ -110,7 +96,7 @@ class DeepFMConfig(TableOptions, ModelConfig):
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with tables on ``meta``."""
-        return DeepFMModel(
+        return models.DeepFMModel(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
@@ -147,8 +133,8 @@ class ClickTowersConfig(TableOptions, ModelConfig):
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         query = [feature.name for feature in dataset.features if feature.name not in items]
-        towers = TwoTower(tables, query, items, self.layers, dense_in_features=dataset.num_dense)
-        return TwoTowerClicks(towers, temperature=self.temperature)
+        towers = models.TwoTower(tables, query, items, self.layers, dense_in_features=dataset.num_dense)
+        return models.TwoTowerClicks(towers, temperature=self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,12 +173,12 @@ class MultiTaskConfig(TableOptions, ModelConfig):
         width = dataset.num_dense + self.embedding_dim * len(dataset.features)
         # PLE has half as many shared experts, and the same number for every task.
         half = self.num_experts // 2
-        mixtures: dict[str, Callable[[], Mixture]] = {
-            "shared_bottom": lambda: SharedBottom(width, self.expert, num_tasks),
-            "mmoe": lambda: MMoE(width, self.expert, num_tasks, self.num_experts),
-            "ple": lambda: PLE(width, self.expert, num_tasks, num_shared=half, num_own=half),
+        mixtures: dict[str, Callable[[], models.Mixture]] = {
+            "shared_bottom": lambda: models.SharedBottom(width, self.expert, num_tasks),
+            "mmoe": lambda: models.MMoE(width, self.expert, num_tasks, self.num_experts),
+            "ple": lambda: models.PLE(width, self.expert, num_tasks, num_shared=half, num_own=half),
         }
-        return MultiTask(tables, mixtures[self.mixture](), self.tower, num_tasks, self.expert[-1])
+        return models.MultiTask(tables, mixtures[self.mixture](), self.tower, num_tasks, self.expert[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +206,7 @@ class TwoTowerConfig(TableOptions, ModelConfig):
         tables = _without_seen(dataset, self.embedding_dim)
         # Features in the catalog describe items; all remaining features belong to the user.
         of_items = set(dataset.catalogue.keys())
-        towers = TwoTower(
+        towers = models.TwoTower(
             _build_on_meta(tables, self.table_std, is_weighted=dataset.has_id_weights),
             [name for table in tables for name in table.feature_names if name not in of_items],
             [name for table in tables for name in table.feature_names if name in of_items],
@@ -229,9 +215,11 @@ class TwoTowerConfig(TableOptions, ModelConfig):
         )
         trends = None
         if dataset.item_trends is not None:
+            from meshrec.models.trends import TrendScores
+
             ids_I = dataset.catalogue[dataset.item].values().long()
             trends = TrendScores(ids_I, dataset.item_trends, dataset.trend_weight)
-        return TowerRanking(
+        return models.TowerRanking(
             towers,
             item=dataset.item,
             catalogue=dataset.catalogue,
@@ -267,7 +255,7 @@ class DINConfig(TableOptions, ModelConfig):
             if other_tables
             else None
         )
-        return DIN(
+        return models.DIN(
             sequence_table(item_table, [history, item], std=self.table_std),
             bags,
             history=history,

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from meshrec.metrics import binary_metrics, rank_metrics, regression_metrics
-from meshrec.metrics.classes import class_metrics
-from meshrec.metrics.queries import query_metrics
+from meshrec import metrics
 
 # B samples, T tasks, C classes
 
@@ -109,7 +107,7 @@ class BinaryCrossEntropy(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return binary_metrics(outputs, labels, weights, **ranks)
+        return metrics.binary_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return torch.sigmoid(outputs)
@@ -130,7 +128,7 @@ class SquaredError(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return regression_metrics(outputs, labels, weights, **ranks)
+        return metrics.regression_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -161,7 +159,7 @@ class Huber(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return regression_metrics(outputs, labels, weights, **ranks)
+        return metrics.regression_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -197,7 +195,7 @@ class Softmax(Loss):
     ) -> dict[str, float]:
         """Compute class metrics with `meshrec.metrics.class_metrics`."""
         self._check(outputs, labels)
-        return class_metrics(outputs, labels, weights, **ranks)
+        return metrics.class_metrics(outputs, labels, weights, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return class probabilities, [B, C]."""
@@ -263,7 +261,7 @@ class Ranking(Loss):
     ) -> dict[str, float]:
         """Compute query metrics with `meshrec.metrics.query_metrics`."""
         self._check(outputs, labels)
-        return query_metrics(outputs, labels[:, 0], labels[:, 1], weights, ks=self.ks, **ranks)
+        return metrics.query_metrics(outputs, labels[:, 0], labels[:, 1], weights, ks=self.ks, **ranks)
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Return the outputs unchanged. Only the order of scores within a query is meaningful."""
@@ -306,7 +304,7 @@ class NextItem(Loss):
     def _metrics(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None, **ranks: Any
     ) -> dict[str, float]:
-        return rank_metrics(*self.metric_inputs(outputs, labels, weights), ks=self.ks, **ranks)
+        return metrics.rank_metrics(*self.metric_inputs(outputs, labels, weights), ks=self.ks, **ranks)
 
     def metric_inputs(
         self, outputs: Tensor, labels: Tensor, weights: Tensor | None

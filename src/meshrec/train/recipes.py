@@ -1,19 +1,23 @@
-"""Built-in recipes, and `resolve`, which finds built-in and user recipes by name."""
+"""Built-in recipes: on packaged and synthetic data, and with published settings on data that you download.
 
-import ast
+The published settings of next-item models come from the public repository
+facebookresearch/generative-recommenders, folder ``configs``. The reference metrics are in the paper: Zhai et
+al., "Actions speak louder than words: trillion-parameter sequential transducers for generative
+recommendations" (2024). These recipes differ from the repository in four points:
+
+- The validation item is not the test item. The repository selects the epoch on test items.
+- Training uses all windows of a user's items, not only the last window.
+- All targets in a step share the same sampled negatives.
+- Adam has torch's default betas.
+"""
+
 import dataclasses
-import importlib
-import importlib.util
-import inspect
-import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from meshrec.data.locations import is_address
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.log_columns import LogColumns
+from meshrec.models import SampledSoftmax
 from meshrec.optim import Adam
 from meshrec.train.architectures import (
     DeepFMConfig,
@@ -21,19 +25,18 @@ from meshrec.train.architectures import (
     DLRMConfig,
     DLRMDCNConfig,
     MultiTaskConfig,
+    TwoTowerConfig,
 )
 from meshrec.train.hstu_ranking import hstu_ranker
-from meshrec.train.losses import BinaryCrossEntropy, Task, Tasks
-from meshrec.train.next_item_recipes import NEXT_ITEM_RECIPES
+from meshrec.train.log_sources import BooksRatings, MovieLensSequences
+from meshrec.train.losses import BinaryCrossEntropy, NextItem, Task, Tasks
+from meshrec.train.next_item_configs import BERT4RecConfig, GRU4RecConfig, HSTUConfig, SASRecConfig
 from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
-from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
+from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import MovieLens, SyntheticClicks
-from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
 
-T = TypeVar("T")
-PATH_FIELDS = ("train", "validation", "test", "log")
-"""Data source fields in which strings are paths. In all other fields, only a ``Path`` is a path."""
+_DOT_PRODUCTS = SampledSoftmax(num_negatives=1024)
 
 
 def movielens_dlrm() -> Recipe:
@@ -103,6 +106,98 @@ def mmoe() -> Recipe:
     )
 
 
+def sasrec() -> Recipe:
+    """Return a recipe for SASRec on MovieLens ratings: which movie does a user rate next?"""
+    return _next_item_recipe("sasrec", SASRecConfig(softmax=_DOT_PRODUCTS))
+
+
+def hstu() -> Recipe:
+    """Return a recipe for HSTU on MovieLens ratings: which movie does a user rate next?"""
+    return _next_item_recipe("hstu", HSTUConfig(softmax=_cosine_softmax(1024)))
+
+
+def bert4rec() -> Recipe:
+    """Return a recipe for BERT4Rec on MovieLens ratings: which movie does a user rate next?"""
+    return _next_item_recipe("bert4rec", BERT4RecConfig(softmax=_DOT_PRODUCTS))
+
+
+def gru4rec() -> Recipe:
+    """Return a recipe for GRU4Rec on MovieLens ratings: which movie does a user rate next?"""
+    return _next_item_recipe("gru4rec", GRU4RecConfig(softmax=_DOT_PRODUCTS))
+
+
+def two_tower() -> Recipe:
+    """Return a recipe for two towers on MovieLens ratings: which movie, of all, does a user rate next?"""
+    return Recipe(
+        name="two_tower",
+        data=MovieLensSequences(history=20, windows=False),
+        model=TwoTowerConfig(embedding_dim=64, layers=(128, 64)),
+        loss=NextItem(),
+        tables=Adam(lr=2e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        training=Training(batch_size=512, epochs=6, patience=2, log_every=48),
+    )
+
+
+def sasrec_ml1m() -> Recipe:
+    """Return a recipe for SASRec on ml-1m as published: 2 blocks of width 50."""
+    return _ml_1m_recipe("sasrec_ml1m", SASRecConfig)
+
+
+def hstu_ml1m() -> Recipe:
+    """Return a recipe for HSTU on ml-1m as published: 2 layers of width 50."""
+    return _ml_1m_recipe("hstu_ml1m", HSTUConfig)
+
+
+def hstu_large_ml1m() -> Recipe:
+    """Return a recipe for HSTU-large on ml-1m as published: 8 layers of width 50 with 2 heads."""
+    return _ml_1m_recipe("hstu_large_ml1m", HSTUConfig, num_blocks=8, num_heads=2)
+
+
+def sasrec_ml20m() -> Recipe:
+    """Return a recipe for SASRec on ml-20m as published: 4 blocks of width 256 with 4 heads."""
+    return _ml_20m_recipe("sasrec_ml20m", SASRecConfig, num_blocks=4, num_heads=4)
+
+
+def hstu_ml20m() -> Recipe:
+    """Return a recipe for HSTU on ml-20m as published: 4 layers of width 256 with 4 heads."""
+    return _ml_20m_recipe("hstu_ml20m", HSTUConfig, num_blocks=4, num_heads=4)
+
+
+def hstu_large_ml20m() -> Recipe:
+    """Return a recipe for HSTU-large on ml-20m as published: 16 layers of width 256 with 8 heads."""
+    return _ml_20m_recipe("hstu_large_ml20m", HSTUConfig, num_blocks=16, num_heads=8)
+
+
+def sasrec_books() -> Recipe:
+    """Return a recipe for SASRec on Amazon books as published: 4 blocks of width 64 with 4 heads."""
+    return _books_recipe("sasrec_books", SASRecConfig, num_blocks=4, num_heads=4)
+
+
+def hstu_books() -> Recipe:
+    """Return a recipe for HSTU on Amazon books as published: 4 layers of width 64 with 4 heads."""
+    return _books_recipe("hstu_books", HSTUConfig, num_blocks=4, num_heads=4)
+
+
+def hstu_large_books() -> Recipe:
+    """Return a recipe for HSTU-large on Amazon books as published: 16 layers of width 64 with 8 heads."""
+    return _books_recipe("hstu_large_books", HSTUConfig, num_blocks=16, num_heads=8)
+
+
+RECIPES: Mapping[str, Callable[[], Recipe]] = {
+    function.__name__: function
+    for function in (
+        *(movielens_dlrm, synthetic_clicks, dlrm_benchmark, din, deepfm, dcn, mmoe, hstu_ranker),
+        *(criteo_kaggle, avazu, movielens_20m),
+        *(sasrec, hstu, bert4rec, gru4rec, two_tower),
+        *(sasrec_ml1m, hstu_ml1m, hstu_large_ml1m),
+        *(sasrec_ml20m, hstu_ml20m, hstu_large_ml20m),
+        *(sasrec_books, hstu_books, hstu_large_books),
+    )
+}
+"""Functions of the built-in recipes, by name."""
+
+
 def _movielens_recipe(name: str, model: ModelConfig) -> Recipe:
     """Return the recipe `movielens_dlrm` with another name and model."""
     return dataclasses.replace(
@@ -113,247 +208,67 @@ def _movielens_recipe(name: str, model: ModelConfig) -> Recipe:
     )
 
 
-RECIPES: Mapping[str, Callable[[], Recipe]] = {
-    "movielens_dlrm": movielens_dlrm,
-    "synthetic_clicks": synthetic_clicks,
-    "dlrm_benchmark": dlrm_benchmark,
-    "din": din,
-    "deepfm": deepfm,
-    "dcn": dcn,
-    "mmoe": mmoe,
-    "hstu_ranker": hstu_ranker,
-    "criteo_kaggle": criteo_kaggle,
-    "avazu": avazu,
-    "movielens_20m": movielens_20m,
-    **NEXT_ITEM_RECIPES,
-}
-
-
-def resolve(name: str) -> Recipe:
-    """Find a recipe, and return it.
-
-    Relative paths in a recipe file start at the file's folder.
-
-    Args:
-        name: name of a built-in recipe, path of a YAML file, ``path/to/file.py:function``, or
-            ``package.module:function``.
-
-    Raises:
-        ValueError: the recipe does not exist, or the function does not return a recipe.
-    """
-    # Built-in names come first, so a file in the working directory cannot replace a built-in recipe.
-    if name in RECIPES:
-        return RECIPES[name]()
-    if name.endswith(SUFFIXES):
-        return from_folder(from_yaml(Path(name)), Path(name).resolve().parent)
-    name = full_name(name)
-    if ":" not in name:
-        names = ", ".join(RECIPES)
-        raise ValueError(
-            f"there is no recipe {name!r}; there are {names}. Your own: path/to/file.py:function, "
-            f"file.yaml or "
-            f"package.module:function.{did_you_mean(name, RECIPES) or _suggest_function(name)}"
-        )
-    recipe = call_recipe(load_function(name), name)
-    file = Path(name.rpartition(":")[0])
-    return from_folder(recipe, file.resolve().parent) if file.suffix == ".py" else recipe
-
-
-def full_name(name: str) -> str:
-    """Append ``:function`` to a recipe name ``path/to/file.py``, if the file has a single recipe.
-
-    Return other names unchanged.
-    """
-    names = _recipes_of_file(name)
-    return names[0] if len(names) == 1 else name
-
-
-def _suggest_function(name: str) -> str:
-    """Return a hint for an error about a recipe file named without a function.
-
-    The hint lists up to three functions in the file. It is empty if ``name`` is not a Python file, or if the
-    file has no functions.
-    """
-    names = _recipes_of_file(name)
-    return f" Did you mean {' or '.join(names[:3])}?" if names else ""
-
-
-def _recipes_of_file(name: str) -> list[str]:
-    """List the recipes in a Python file, as ``file.py:function``, without executing the file.
-
-    Recipes are functions annotated to return a Recipe, or if there are none, all public functions.
-    """
-    try:
-        # A file that cannot be parsed has no recipes to list. Loading it reports the error.
-        body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
-    except (OSError, ValueError, SyntaxError):
-        return []
-    # The file is parsed, not executed: a file is executed only if the user names a function in it.
-    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-    recipes = [node for node in functions if node.returns and ast.unparse(node.returns).endswith("Recipe")]
-    return [f"{name}:{node.name}" for node in recipes or functions]
-
-
-def call_recipe(function: Any, name: str) -> Recipe:
-    """Call a recipe function, and return the recipe.
-
-    Args:
-        function: the recipe function.
-        name: recipe name, for errors.
-
-    Raises:
-        ValueError: ``function`` cannot be called without arguments, or does not return a recipe.
-    """
-    if not callable(function):
-        raise ValueError(f"recipe {name!r}: {function!r} is not a function. Name one that the file has.")
-    # Checked before the call: a TypeError from inside the function would look the same.
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"recipe {name!r}: {function.__name__}() cannot be called without arguments ({error}); give "
-            "all of them defaults."
-        ) from error
-    recipe = function()
-    if not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"recipe {name!r}: {function.__name__}() gave {recipe!r}; it must return a meshrec.train.Recipe."
-        )
-    return recipe
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Import a module or file, and return the named function in it.
-
-    Args:
-        name: ``path/to/file.py:function`` or ``package.module:function``.
-
-    Raises:
-        ValueError: the function does not exist.
-    """
-    location, _, function_name = name.rpartition(":")
-    module = module_of_file(Path(location)) if location.endswith(".py") else _import_module(location, name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [attribute for attribute, value in vars(module).items() if callable(value)]
-        raise ValueError(
-            f"recipe {name!r}: {location} has no function {function_name!r}. Name one that it has."
-            f"{did_you_mean(function_name, functions)}"
-        )
-    result: Callable[..., Any] = function
-    return result
-
-
-def module_name(path: Path) -> str:
-    """Return the module name under which a recipe file is put into ``sys.modules``."""
-    return f"meshrec_recipe_{path.stem}"
-
-
-def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Execute a recipe file, and return the module.
-
-    Args:
-        path: the file.
-        loader: import loader for the file. If None, the file is read from disk, and may import modules from
-            its folder.
-
-    Raises:
-        ValueError: the file does not exist, or it cannot be imported.
-    """
-    if not path.is_file():
-        siblings = [str(sibling) for sibling in path.parent.glob("*.py")]
-        raise ValueError(
-            f"recipe file {path} does not exist. Name a recipe, or "
-            f"FILE.py:FUNCTION.{did_you_mean(str(path), siblings)}"
-        )
-    name = module_name(path)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    folder = str(path.resolve().parent)
-    if loader is None and folder not in sys.path:
-        # Appended, not inserted: modules next to the recipe can be imported, but never shadow a package.
-        sys.path.append(folder)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ValueError(
-            f"{error.filename}:{error.lineno}: {error.msg}. Fix this line of the recipe."
-        ) from error
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"recipe file {path}: there is no module {error.name!r}, neither installed nor in {folder}. "
-            "Install it, or put it there."
-        ) from error
-    return module
-
-
-def _import_module(module: str, name: str) -> ModuleType:
-    """Import a recipe's module, which may be in the current folder.
-
-    Args:
-        module: module name.
-        name: recipe name, for errors.
-    """
-    # Append, so that the current folder can be imported from but never shadows installed packages.
-    if "" not in sys.path:
-        sys.path.append("")
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"recipe {name!r}: there is no module {error.name!r}. Install it, or name a file."
-        ) from error
-
-
-def from_folder(recipe: Recipe, folder: Path) -> Recipe:
-    """Return a recipe whose relative paths, to data and to a plan, start at ``folder``."""
-    return dataclasses.replace(
-        recipe,
-        data=_resolve_paths(recipe.data, folder, path_fields=PATH_FIELDS),
-        placement=_resolve_paths(recipe.placement, folder),
+def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
+    """Return a recipe for the packaged MovieLens ratings, which evaluates about once per epoch."""
+    # An epoch has about 572 steps of 16 samples, and training metrics are logged four times in it.
+    return Recipe(
+        name=name,
+        data=MovieLensSequences(history=50),
+        model=model,
+        loss=NextItem(),
+        tables=Adam(lr=6e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        schedule=Schedule(warmup_steps=50, decay="linear"),
+        training=Training(batch_size=16, epochs=16, evaluate_every=572, log_every=143),
     )
 
 
-def _resolve_paths(holder: T, folder: Path, *, path_fields: tuple[str, ...] = ()) -> T:
-    """Return a copy of a dataclass in which relative paths start at ``folder``.
+def _ml_1m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with the published settings for ml-1m.
 
     Args:
-        holder: a dataclass. Other objects are returned unchanged.
-        folder: folder at which relative paths start.
-        path_fields: names of the fields in which strings are paths. In all other fields, only a ``Path`` is a
-            path.
+        name: recipe name.
+        config: class of the model configuration.
+        options: further fields of the model configuration.
     """
-    if not dataclasses.is_dataclass(holder):
-        return holder
-    values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder) if field.init}
-    absolute = {
-        name: _resolve_path(value, folder, strings_are_paths=name in path_fields)
-        for name, value in values.items()
-    }
-    # Only changed fields, so that a recipe without relative paths stays the same object.
-    moved = {name: path for name, path in absolute.items() if path is not values[name]}
-    return dataclasses.replace(holder, **moved) if moved else holder  # type: ignore[type-var]
+    model = config(embedding_dim=50, softmax=_cosine_softmax(128), **options)
+    return _published_recipe(name, _movielens_ratings("ml-1m", 1_000_209), model, epochs=101)
 
 
-def _resolve_path(value: Any, folder: Path, *, strings_are_paths: bool) -> Any:
-    """Return ``folder / value`` if ``value`` is a relative path, else ``value`` itself.
+def _ml_20m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with the published settings for ml-20m; the arguments are those of `_ml_1m_recipe`."""
+    model = config(embedding_dim=256, softmax=_cosine_softmax(128), **options)
+    return _published_recipe(name, _movielens_ratings("ml-20m", 20_000_263), model, epochs=101)
 
-    Args:
-        value: field value. In tuples and lists, every item is resolved.
-        folder: folder at which relative paths start.
-        strings_are_paths: whether a string is a path.
+
+def _books_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
+    """Return a recipe with the published settings for Amazon books.
+
+    The arguments are those of `_ml_1m_recipe`.
     """
-    if isinstance(value, tuple | list):
-        paths = type(value)(
-            _resolve_path(item, folder, strings_are_paths=strings_are_paths) for item in value
-        )
-        return value if paths == value else paths
-    if isinstance(value, Path):
-        # `Path()` is a default that means no path.
-        return value if value.is_absolute() or value == Path() else folder / value
-    if strings_are_paths and isinstance(value, str) and value and not is_address(value):
-        return value if Path(value).is_absolute() else str(folder / value)
-    return value
+    model = config(dropout=0.5, softmax=_cosine_softmax(512), **options)
+    return _published_recipe(name, BooksRatings(path=Path("books")), model, epochs=201)
+
+
+def _cosine_softmax(num_negatives: int) -> SampledSoftmax:
+    """Return a sampled softmax loss over cosine similarities, with the published temperature."""
+    return SampledSoftmax(num_negatives=num_negatives, similarity="cosine", temperature=0.05)
+
+
+def _movielens_ratings(folder: str, num_ratings: int) -> MovieLensSequences:
+    """Return a data source for the ratings in a MovieLens folder, with histories of up to 200 movies."""
+    columns = LogColumns(item="movie", rating="rating", ties="shuffle")
+    return MovieLensSequences(path=Path(folder), history=200, num_ratings=num_ratings, columns=columns)
+
+
+def _published_recipe(name: str, data: DataSource, model: ModelConfig, *, epochs: int) -> Recipe:
+    """Return a recipe with the published optimizers and batch size."""
+    return Recipe(
+        name=name,
+        data=data,
+        model=model,
+        loss=NextItem(),
+        tables=Adam(lr=1e-3),
+        dense=DenseOptimizer(kind="adamw", lr=1e-3),
+        training=Training(batch_size=128, epochs=epochs, patience=10),
+    )

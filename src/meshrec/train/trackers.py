@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from meshrec.data.faults import needs
 from meshrec.train.observers import Evaluated, Event, Finished, Line, Logged, Observer, Started
-from meshrec.train.recipes import load_function
+from meshrec.train.recipe_files import load_function
 from meshrec.train.run_folder import RunFolder, flatten, to_json
 
 _logger = logging.getLogger("meshrec")

@@ -26,9 +26,9 @@ from meshrec.train import (  # noqa: F401 - their classes are found as subclasse
     wide_deep,
 )
 from meshrec.train.recipe import Recipe
+from meshrec.train.recipe_files import SUFFIXES
 from meshrec.train.run_folder import to_json
 
-SUFFIXES = (".yaml", ".yml")
 # Default values in the JSON of features, which YAML leaves out.
 _FEATURES = {"version": 1, "joins": [], "weight": None}
 # End of error messages about a field: the user's next step.

@@ -22,7 +22,7 @@ from meshrec.export.predictor import read_manifest as manifest_of
 from meshrec.models.dlrm import DLRM
 from meshrec.runs import load_recipe
 from meshrec.serve.fresh import apply_deltas
-from meshrec.train.recipes import resolve
+from meshrec.train import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, to_json
 from tests.export.conftest import torchs_own_warnings
 from tests.hostile.damage import Tally, number
