@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from typing_extensions import override
 
 from meshrec.comms.agreement import verify_same_plan
 from meshrec.comms.collectives import broadcast
-from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.mesh import Axis, ShardingEnv, default_env, group_device
-from meshrec.distributed.reshard import reshard_tables
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.modules.embedding_modules import seed_by_path
 from meshrec.optim.keyed import CombinedOptimizer
@@ -22,6 +20,9 @@ from meshrec.optim.parts import mark_shard
 from meshrec.plan.builders import tables_of
 from meshrec.plan.checks import verify_plan
 from meshrec.plan.sharding_plan import ShardingPlan
+
+if TYPE_CHECKING:
+    from meshrec.comms.dense_gradients import DenseGradients
 
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
@@ -139,6 +140,8 @@ class DistributedModelParallel(nn.Module):
             wrapped = self._dmp_wrapped_module
             # A hook that the user has registered takes precedence.
             if not wrapped._comm_hooks:
+                from meshrec.comms.dense_gradients import average_gradients
+
                 state.ends_with_backward = not wrapped.static_graph
                 self.register_comm_hook(state, average_gradients)
         return self._dmp_wrapped_module(*args, **kwargs)
@@ -233,6 +236,8 @@ class DistributedModelParallel(nn.Module):
             ValueError: the plan does not fit the model or differs between ranks, or a torch optimizer holds
                 parameters of the tables. Raised on every rank before any table moves; the old plan stays.
         """
+        from meshrec.distributed.reshard import reshard_tables
+
         if self._env.devices:
             raise ValueError(
                 "tables over several devices of one process cannot move. Shard the unsharded model again "
@@ -301,6 +306,8 @@ class DistributedModelParallel(nn.Module):
             ValueError: the dense part does not use DistributedDataParallel, or ``dense_gradients`` is bf16,
                 which your hook would replace.
         """
+        from meshrec.comms.dense_gradients import average_gradients
+
         if self._gradient_dtype is not None and hook is not average_gradients:
             raise ValueError(
                 "dense_gradients is 'bf16', and this communication hook would replace its exchange. Leave "
@@ -436,6 +443,8 @@ class DistributedModelParallel(nn.Module):
         Args:
             ignored: names of parameters and buffers that DistributedDataParallel must not touch.
         """
+        from meshrec.comms.dense_gradients import DenseGradients
+
         parallel = nn.parallel.DistributedDataParallel
         # DistributedDataParallel would broadcast constant buffers in each training step.
         ignored = ignored | _constant_buffers(self._dmp_wrapped_module)

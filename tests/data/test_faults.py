@@ -3,7 +3,7 @@ import logging
 import numpy as np
 import pytest
 
-from meshrec.data.faults import DataError, Faults, needs
+from meshrec.data.faults import DataError, Faults, did_you_mean, nearest, needs
 
 
 def test_raising_names_the_first_row():
@@ -51,3 +51,12 @@ def test_names_may_hold_braces():
         Faults("raise").check(
             np.ones(4, bool), [True] * 3 + [False], "a{b}.csv, column 'x{0}': row {row} is bad"
         )
+
+
+def test_the_nearest_name():
+    names = ["train", "tune", "Evaluate"]
+    assert nearest("trian", names) == "train"
+    assert nearest("evaluat", names) == "Evaluate"
+    assert nearest("xyz", names) is None
+    assert did_you_mean("tun", names) == " Did you mean tune?"
+    assert did_you_mean("xyz", names) == ""

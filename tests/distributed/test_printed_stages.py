@@ -1,6 +1,6 @@
 """What a sharded module shows of its stages."""
 
-from meshrec.distributed.printed_stages import printed_stages
+from meshrec.distributed.embedding_modules import printed_stages
 from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,9 +14,11 @@ from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.checkpoint.reading import read_manifest
 from meshrec.checkpoint.removing import remove_checkpoint
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
-from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.comms.mesh import Axis
 from meshrec.durable import remove_link, remove_scratch
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class CheckpointManager:
         keep_last: int = 3,
         keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
-        store: ObjectStore | None = None,
+        store: "ObjectStore | None" = None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(
@@ -68,7 +70,11 @@ class CheckpointManager:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._group = group
         # Exactly one of both implementations is used for all accesses to existing checkpoints.
-        self._stored = None if store is None else StoredCheckpoints(store, self.folder)
+        self._stored: StoredCheckpoints | None = None
+        if store is not None:
+            from meshrec.checkpoint import stored
+
+            self._stored = stored.StoredCheckpoints(store, self.folder)
         self._checkpoints = self._stored or _FolderCheckpoints(self.folder)
         # The background save and the step number, from `async_save` until the next `wait`.
         self._pending: PendingSave | None = None

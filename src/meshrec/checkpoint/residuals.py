@@ -7,12 +7,15 @@ new run.
 
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from meshrec.checkpoint.manifest import RANDOM
-from meshrec.distributed.error_feedback import ErrorFeedback
 from meshrec.model_parallel import DistributedModelParallel
+
+if TYPE_CHECKING:
+    from meshrec.distributed.error_feedback import ErrorFeedback
 
 _log = logging.getLogger(__name__)
 # Below a reserved entry name, so that no entry of the state has the same tensor names.
@@ -84,7 +87,7 @@ def _prefix(entry: str, rank: int) -> str:
     return f"{_RESIDUALS}.{rank}.{entry}."
 
 
-def _feedback_by_module(model: DistributedModelParallel) -> dict[str, ErrorFeedback]:
+def _feedback_by_module(model: DistributedModelParallel) -> "dict[str, ErrorFeedback]":
     """Return the error feedback of a model's sharded modules, by module path."""
     tables = {path: getattr(module, "tables", None) for path, module in model.sharded_modules.items()}
     return {

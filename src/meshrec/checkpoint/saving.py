@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,11 +54,13 @@ from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.removing import KIND, check_target, remove_saves, saves_in
 from meshrec.checkpoint.state import Collected, Loading, collect, merge_values, prepare
 from meshrec.checkpoint.storage import CheckpointReader, SavePaths, Writer
-from meshrec.checkpoint.stored import ObjectStore
 from meshrec.checkpoint.unfinished import filling
 from meshrec.comms.mesh import Axis
 from meshrec.durable import CreatedPath, Mark, mark, release, remove_named, write_durably
 from meshrec.tables.streamed import saves_key_ordered
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.stored import ObjectStore
 
 Group = dist.ProcessGroup | None
 # Intervals at which threads look for notes (files saying that a rank's data file is complete), on the disk
@@ -113,7 +115,7 @@ def async_save(
     step: int | None = None,
     group: Group = None,
     after: Callable[[], None] | None = None,
-    store: ObjectStore | None = None,
+    store: "ObjectStore | None" = None,
 ) -> "PendingSave":
     """Save the current training state in the background. Collective; see `save`.
 
@@ -296,7 +298,7 @@ class PendingSave:
     """
 
     def __init__(
-        self, job: "_Save", after: Callable[[], None] | None, store: ObjectStore | None = None
+        self, job: "_Save", after: Callable[[], None] | None, store: "ObjectStore | None" = None
     ) -> None:
         self._job, self._after, self._store = job, after, store
         # Set by `wait` after a failure, or by `kill`, to stop the thread from waiting for notes.
@@ -399,7 +401,7 @@ class PendingSave:
         finally:
             self._uploaded.set()
 
-    def _upload(self, store: ObjectStore) -> None:
+    def _upload(self, store: "ObjectStore") -> None:
         """Wait for the note of this rank's writer, and then upload the data file and the note."""
         files, rank = self._job.files, self._job.axis.rank
         if self._job.writer.snapshot is None:

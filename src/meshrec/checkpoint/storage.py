@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
 from meshrec.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from meshrec.checkpoint.reading import open_data, stored_rows
-from meshrec.checkpoint.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.snapshot import Snapshot
 
 
 class SavePaths(NamedTuple):
@@ -113,6 +115,8 @@ class Writer(StorageWriter):
             return future
         path = self._files.data(self._rank)
         if self._background:
+            from meshrec.checkpoint.snapshot import Snapshot
+
             note = self._files.completion_note(self._rank)
             self.snapshot = Snapshot.start(path, parts, note)
             return future

@@ -71,7 +71,7 @@ def main() -> int:
     name, *remaining = arguments
     if name not in COMMANDS:
         # Imported only for the error message, so that commands start without it.
-        from meshrec.data.nearest import did_you_mean
+        from meshrec.data.faults import did_you_mean
 
         kind = "option" if name.startswith("-") else "command"
         print(

@@ -13,8 +13,7 @@ import tyro
 from meshrec.cli.arguments import UsageError, Words, check_output, parse
 from meshrec.cluster import JobOptions, ServeJob, SlurmJob, job_set, pytorch_job, script, serving, submit
 from meshrec.comms.joining import host_store
-from meshrec.data.faults import needs
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean, needs
 
 Recipe = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 

@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 
 from meshrec.cli.arguments import wide_console
 from meshrec.cli.progress import duration_text
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean
 from meshrec.ops.mapping import memory_limit
 from meshrec.planner.data_costs import DataSize, Prediction, as_json, build_disk, predict, total, with_counts
 from meshrec.train.recipe import FittedSource, Recipe

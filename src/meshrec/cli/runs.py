@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrec.cli.arguments import UsageError, check_output, parse, wide_console
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean
 from meshrec.metrics.named import leading_text, metric_of, quality
 from meshrec.reports.page import to_page
 from meshrec.runs.removing import remove_run

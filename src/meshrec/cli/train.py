@@ -16,12 +16,10 @@ import tyro
 
 from meshrec.cli.arguments import HELP, UsageError, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
-from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.unread import raise_if_unread
 from meshrec.comms.launchers import launched
-from meshrec.data.faults import needs
+from meshrec.data.faults import did_you_mean, needs
 from meshrec.data.locations import is_address
-from meshrec.data.nearest import did_you_mean
 from meshrec.lazy import without_gc
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABLE, Job
@@ -151,6 +149,8 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return _help(words)
     command = _find_recipe(name, first, words, locks)
     if any(word in HELP for word in words):
+        from meshrec.cli.recipe_help import recipe_help
+
         print(recipe_help(f"meshrec train {command.source}", command.recipe, TrainOptions, summary=_SUMMARY))
         return 0
     options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)

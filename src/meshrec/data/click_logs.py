@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.faults import DataError, Faults
+from meshrec.data.faults import DataError, Faults, missing_column
 from meshrec.data.features import Features, Label, Vocabulary
 from meshrec.data.features.values import microseconds_of
 from meshrec.data.hashing import codes_of
@@ -13,7 +13,6 @@ from meshrec.data.interactions import HISTORY
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.logs import LogTable, filter_log
 from meshrec.data.movielens_data import ratings_before
-from meshrec.data.nearest import missing_column
 from meshrec.data.next_item_data import check_history
 from meshrec.data.samples import gather_ranges
 

@@ -19,9 +19,8 @@ from meshrec.data.arrow import pa
 from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.delimited import parse
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, OnError, needs
+from meshrec.data.faults import DataError, Faults, OnError, missing_column, needs
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
-from meshrec.data.nearest import missing_column
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Samples, void_samples
 from meshrec.data.streaming import Source, StreamReader

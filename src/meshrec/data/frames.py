@@ -24,7 +24,6 @@ from meshrec.data.locations import (
 )
 from meshrec.data.parquet import ParquetSource, open_parquet_file
 from meshrec.data.partitions import partition_keys, with_keys
-from meshrec.data.stores import version_of
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
 
@@ -174,7 +173,11 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
             )
 
     # The file is opened up to three times.
-    version = version_of(str(path)) if is_address(path) else None
+    version = None
+    if is_address(path):
+        from meshrec.data.stores import version_of
+
+        version = version_of(str(path))
     try:
         dialect = Dialect() if is_json(path) else dialect_of(path, form)
         table = read(types)

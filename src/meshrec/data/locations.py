@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from meshrec.data.arrow import pa, pa_fs
 from meshrec.data.dataset import Paths
 from meshrec.data.faults import DataError
-from meshrec.data.stores import Store, StoredFile, store_of
+
+if TYPE_CHECKING:
+    from meshrec.data.stores import Store
 
 T = TypeVar("T")
 File = Path | str
@@ -159,6 +161,8 @@ def opened(file: File, version: str | None = None, *, buffered: bool = False) ->
         with Path(file).open("rb") as local:
             yield local
         return
+    from meshrec.data.stores import StoredFile
+
     with StoredFile(str(file), version) as stored:
         try:
             yield io.BufferedReader(stored, _BUFFER_BYTES) if buffered else stored
@@ -201,6 +205,8 @@ def _expand_address(address: str, patterns: Sequence[str]) -> list[File]:
     An address may name a file, a folder or a glob pattern, with wildcards in any part after the bucket. In a
     folder, only the first entry of ``patterns`` that matches any file is used.
     """
+    from meshrec.data.stores import store_of
+
     plain, question, options = address.partition("?")
     parts = plain.rstrip("/").split("/")
     # After the scheme and the bucket, the first part that is a pattern.
@@ -230,7 +236,7 @@ def _escape(sign: re.Match[str]) -> str:
     return f"%{ord(sign[0]):02X}"
 
 
-def _glob(store: Store, folder: str, parts: Sequence[str], address: str) -> list[Any]:
+def _glob(store: "Store", folder: str, parts: Sequence[str], address: str) -> list[Any]:
     """Return pyarrow's ``FileInfo`` for the files and folders that match a glob pattern, sorted by path.
 
     Args:
@@ -248,7 +254,7 @@ def _glob(store: Store, folder: str, parts: Sequence[str], address: str) -> list
     return [info for path in folders for info in _glob(store, path, parts[1:], address)]
 
 
-def _matches_in_store(store: Store, folder: str, patterns: Sequence[str], address: str) -> list[Any]:
+def _matches_in_store(store: "Store", folder: str, patterns: Sequence[str], address: str) -> list[Any]:
     """Return pyarrow's ``FileInfo`` for the files in a store's folder that match patterns; see `expand`.
 
     Args:
@@ -261,7 +267,7 @@ def _matches_in_store(store: Store, folder: str, patterns: Sequence[str], addres
     return _match_first_pattern(files, lambda info: str(info.base_name), patterns)
 
 
-def _stored_in(store: Store, folder: str, address: str) -> list[Any]:
+def _stored_in(store: "Store", folder: str, address: str) -> list[Any]:
     """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`.
 
     Args:
@@ -280,6 +286,8 @@ def _missing_bucket(address: str) -> str:
     """Return a note for an error message if an address's bucket does not exist; otherwise empty."""
     if not address.startswith(_BUCKET_SCHEMES):
         return ""
+    from meshrec.data.stores import store_of
+
     store, path = store_of(address)
     bucket = path.partition("/")[0]
     is_missing = store.info(bucket, address).type == pa_fs.FileType.NotFound

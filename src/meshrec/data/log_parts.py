@@ -26,13 +26,12 @@ import pyarrow.compute as pc
 from meshrec.data.csv_dialects import DETECTED, CsvFormat
 from meshrec.data.dataset import Paths
 from meshrec.data.exact_columns import plain_table
-from meshrec.data.faults import DataError, Faults, rows_text
+from meshrec.data.faults import DataError, Faults, missing_column, rows_text
 from meshrec.data.features.values import decoded, is_text, microseconds_of, whole
 from meshrec.data.frames import read_csvs
 from meshrec.data.locations import File, expand_tables, is_address, not_parquet
 from meshrec.data.log_columns import ITEM, USER, LogColumns
 from meshrec.data.logs import LogTable, valid_rows
-from meshrec.data.nearest import missing_column
 from meshrec.data.parquet import open_parquet_file
 from meshrec.data.partitions import Keys, partition_keys, with_keys
 from meshrec.data.samples import Bools, Ints

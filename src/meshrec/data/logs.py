@@ -17,7 +17,7 @@ from meshrec.comms.agreement import together
 from meshrec.comms.collectives import gather_objects
 from meshrec.comms.mesh import Axis
 from meshrec.data.dataset import Feature
-from meshrec.data.faults import DataError, Faults, rows_text
+from meshrec.data.faults import DataError, Faults, missing_column, rows_text
 from meshrec.data.features import Features, IdFeature, Key, Times, Vocabulary
 from meshrec.data.features.merging import merge_ranks
 from meshrec.data.features.sketches import max_sample_hash, smallest_row_hashes
@@ -27,7 +27,6 @@ from meshrec.data.hashing import codes_of
 from meshrec.data.in_memory import Ranges
 from meshrec.data.interactions import HISTORY, SEEN, TIMES, Interactions
 from meshrec.data.log_columns import ITEM, USER, LogColumns
-from meshrec.data.nearest import missing_column
 from meshrec.data.samples import Bools, Ints
 from meshrec.data.shares import cut_rows
 

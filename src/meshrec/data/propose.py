@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshrec.data.faults import did_you_mean
 from meshrec.data.features import (
     Buckets,
     ColumnFeature,
@@ -21,7 +22,6 @@ from meshrec.data.features import (
     Vocabulary,
 )
 from meshrec.data.features.values import DatePartName, whole
-from meshrec.data.nearest import did_you_mean
 from meshrec.data.profile import Column, Profile
 from meshrec.data.propose_crosses import with_useful_crosses
 from meshrec.data.propose_label import Task, label_of

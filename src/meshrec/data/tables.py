@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from meshrec.data.dataset import Dataset, Reader
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, OnError
-from meshrec.data.nearest import missing_column
+from meshrec.data.faults import DataError, Faults, OnError, missing_column
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Samples, regroup_into_windows, void_samples
 from meshrec.data.splitting import Part, Split

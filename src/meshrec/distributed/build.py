@@ -18,10 +18,8 @@ from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.wire import FULL_WIRES, AcrossNodes, TableWires
 from meshrec.distributed.admission import check_hashed, create_admissions
 from meshrec.distributed.input_dist import InputDist
-from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
-from meshrec.distributed.table_split import FixedSplit, GrowableSplit
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, DataType, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import storage_of
@@ -302,9 +300,15 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         shard = (contents.local if routing.replicated[t] else contents.split[0]).of_table(t)
         weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
         # How the table's state dict tensors are created; None if this rank has the whole table.
-        split: TableSplit | None = None if mesh is None else FixedSplit(owners[t], mesh)
+        split: TableSplit | None = None
         if (admission := admissions[routing.replicated[t]]) is not None and t in admission.storages:
+            from meshrec.distributed.table_split import GrowableSplit
+
             split = GrowableSplit(t, owners[t], mesh, admission_eviction=admission, axis=env.shard)
+        elif mesh is not None:
+            from meshrec.distributed.table_split import FixedSplit
+
+            split = FixedSplit(owners[t], mesh)
         local = [] if shard is None else [shard]
         here = TableModule(table.name, size, storage, weight, shards=local, split=split)
         shards[table.name] = here
@@ -315,7 +319,11 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, contents.steps[t])
-    inside = inside_node(routing, env) if options.across_nodes == "rows" else None
+    inside = None
+    if options.across_nodes == "rows":
+        from meshrec.distributed.node_rows import inside_node
+
+        inside = inside_node(routing, env)
     input_dist = InputDist(
         *(inside or (routing, env)),
         device,

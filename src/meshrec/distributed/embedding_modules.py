@@ -6,6 +6,7 @@ These modules are thin. `ShardedTables` exchanges IDs and embeddings and updates
 import operator
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.lookup_batch import LookupBatch
-from meshrec.distributed.printed_stages import PrintedStage, printed_stages
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -25,8 +25,45 @@ from meshrec.modules import (
     EmbeddingConfig,
 )
 from meshrec.modules.embedding_modules import module_dict_of
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.optimizer import FusedOptimizer
+
+
+@dataclass(frozen=True)
+class PrintedStage:
+    """Summary of a stage for all tables with the same sharding type. ``repr`` prints it."""
+
+    title: str
+    """Stage description, such as "lookup of rows"."""
+    sharding_type: str
+    tables: dict[str, tuple[str, ...]]
+    """Shards of each table as strings with rows, columns and rank, such as ``[0:10, 0:4]@1``."""
+
+    def __repr__(self) -> str:
+        # A rank may have no shard of a table.
+        shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
+        return "\n".join([f"{self.title}, {self.sharding_type}", *shards])
+
+
+def printed_stages(
+    title: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None
+) -> list[PrintedStage]:
+    """Return summaries of a stage, one for each sharding type in the plan.
+
+    Args:
+        title: stage description.
+        plan: the module's plan.
+        rank: list only shards on this rank; None: list all shards.
+    """
+    by_type: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, sharding in plan.items():
+        here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]
+        is_whole = sharding.sharding_type is ShardingType.DATA_PARALLEL
+        texts = ("on every rank",) if is_whole else tuple(map(str, here))
+        by_type.setdefault(sharding.sharding_type.value, {})[name] = texts
+    return [PrintedStage(title, kind, tables) for kind, tables in by_type.items()]
+
 
 # B: batch size, D: total columns, N: IDs in a feature
 

@@ -24,7 +24,7 @@ not on which ranks have them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.comms.encoding import Block, Columns, kernel_columns
 from meshrec.comms.mesh import Axis, ShardingEnv
-from meshrec.distributed.error_feedback import Names, bag_names
 from meshrec.distributed.lookup_batch import LookupBatch, SourceIds
 from meshrec.distributed.pieces import (
     Span,
@@ -46,6 +45,9 @@ from meshrec.distributed.pieces import (
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.wire_codec import Codec, first_key
 from meshrec.ops import operators
+
+if TYPE_CHECKING:
+    from meshrec.distributed.error_feedback import Names
 
 # B: bags on this rank, D: columns, Q: routes, U: uses
 
@@ -217,7 +219,7 @@ class Hop:
         num_rows: int,
         name: str,
         *,
-        names: Names | None = None,
+        names: "Names | None" = None,
     ) -> InFlight:
         """Start to send gradient messages back to the source ranks. Collective.
 
@@ -408,6 +410,8 @@ class PooledOutput:
         def names_of(_: int, use: int) -> Tensor:
             """Return the bag names for a use (a feature looked up in a table). The block number is unused."""
             if use not in names:
+                from meshrec.distributed.error_feedback import bag_names
+
                 names[use] = bag_names(source, use)
             return names[use]
 

@@ -23,7 +23,7 @@ An input error is raised on all ranks by ``advance`` to ``EXCHANGED``. For other
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,12 @@ from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import FULL_PRECISION, TableWires
 from meshrec.distributed.input_dist import InputDist
-from meshrec.distributed.local_axis import copy_ids, look_up_other_ranks, split_message
 from meshrec.distributed.lookup import FetchedRows, LookupTables
-from meshrec.distributed.lookup_batch import LookupBatch, PackedIds, Stage
-from meshrec.distributed.node_rows import NodeRows
+from meshrec.distributed.lookup_batch import LookupBatch, LookupIds, PackedIds, Stage
 from meshrec.distributed.output_dist import Codecs, PooledOutput, return_weight_grads
-from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_arrival import RowArrival
 from meshrec.distributed.row_stats import column_peers
-from meshrec.distributed.sequence_output import SequenceOutput
 from meshrec.distributed.wire_codec import BACKWARD, FORWARD, Codec
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.versions import check_unchanged
@@ -54,6 +50,11 @@ from meshrec.tables.index import check_pinned, release_pins
 from meshrec.tables.local_shards import LocalShards
 from meshrec.tables.optimizer import FusedTable
 from meshrec.tables.updates import TableGradient, TableUpdates, WriteCounter
+
+if TYPE_CHECKING:
+    from meshrec.distributed.node_rows import NodeRows
+    from meshrec.distributed.replicas import Replicas
+    from meshrec.distributed.sequence_output import SequenceOutput
 
 
 class GradientSignal:
@@ -131,11 +132,14 @@ class ShardedTables:
         wires = [wire.for_table(table.name) for table in routing.tables]
         # ``here`` and ``ranks``: routing and ranks for the exchange of IDs and embeddings.
         split, here, ranks = split_shards[0], routing, env
-        self._node_rows, looked_up = None, list[LocalShards | FetchedRows](split_shards)
+        self._node_rows: NodeRows | None = None
+        looked_up = list[LocalShards | FetchedRows](split_shards)
         # Only traffic between nodes is encoded; inside a node everything stays fp32.
         if inside is not None:
+            from meshrec.distributed import node_rows
+
             here, ranks = inside
-            self._node_rows = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
+            self._node_rows = node_rows.NodeRows(routing, here, env, split, wires=wires, clock=self._step)
             wires, looked_up = [FULL_PRECISION] * len(wires), [self._node_rows.fetched]
         codecs = Codecs(*(Codec(here, wires, direction, self._step) for direction in (FORWARD, BACKWARD)))
         self.feedback = (codecs if self._node_rows is None else self._node_rows.codecs).backward.feedback
@@ -191,20 +195,32 @@ class ShardedTables:
         out whether rows it has looked up are outdated.
         """
         self._input = input_dist
-        self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
+        self._output: PooledOutput | SequenceOutput
+        if sequence:
+            from meshrec.distributed import sequence_output
+
+            self._output = sequence_output.SequenceOutput(here, ranks, codecs)
+        else:
+            self._output = PooledOutput(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """Use numbers in the order of the result, if the module returns a row per ID; else empty."""
         # With ``env.devices``, only the first rank has a batch, so every rank gets a single message.
         self._blocks = [0] if env.devices else self._output.blocks
         # Sum gradients over ranks with copies of the same rows: for the split tables, over the replicate
         # axis, and for the data-parallel tables, over all ranks. None without copies.
-        self._replicas = self._data_parallel = None
-        # Ranks on the replicate axis have copies of this rank's shards.
-        if env.replicate.size > 1:
-            blocks = self._output.blocks
-            self._replicas = Replicas(self.split, env.replicate, input_dist, blocks, name="replicas")
+        self._replicas: Replicas | None = None
+        self._data_parallel: Replicas | None = None
         if env.world.size > 1:
-            self._data_parallel = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
+            from meshrec.distributed import replicas
+
+            # Ranks on the replicate axis have copies of this rank's shards.
+            if env.replicate.size > 1:
+                self._replicas = replicas.Replicas(
+                    self.split, env.replicate, input_dist, self._output.blocks, name="replicas"
+                )
+            self._data_parallel = replicas.Replicas(
+                self.local, env.world, input_dist, [0], name="data_parallel"
+            )
         self._axis, self.routing = ranks.shard, here
 
     def recount(self) -> None:
@@ -639,3 +655,49 @@ class _Receive(torch.autograd.Function):
 # torch's ``apply`` is untyped.
 _send: Any = _Send.apply
 _receive: Any = _Receive.apply
+
+
+def split_message(batch: LookupBatch) -> list[PackedIds]:
+    """Split the packed IDs of a batch into a message per rank.
+
+    Raises:
+        ValueError: a backward pass is requested, but tables over several devices are for inference.
+    """
+    if batch.trains:
+        raise ValueError(
+            "tables over several devices of one process are for inference: a lookup in them has no "
+            "gradient. Call the model under torch.no_grad(), or detach the per-sample weights."
+        )
+    words, header, elements = batch.message
+    return [
+        PackedIds(rank_words, header[rank : rank + 1], elements[rank : rank + 1])
+        # Column 1 of a header: int32 words in the message.
+        for rank, rank_words in enumerate(words.split(header[:, 1].tolist()))
+    ]
+
+
+def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
+    """Return the IDs on the device of ``part``, where they are looked up."""
+    # A rank without tables has no parameter from which to read the device.
+    if part.is_empty:
+        return ids
+    device = part.shards.parameters[0].device
+    weights = None if ids.weights is None else ids.weights.to(device)
+    return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
+
+
+def look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
+    """Look up rows on the devices of all other ranks, and append them to the first rank's rows.
+
+    Args:
+        rows: rows already looked up for the first rank.
+        played: for every rank for which this process acts, its tables, in rank order.
+        ids: IDs to look up for every rank.
+
+    Returns:
+        Rows from all ranks, flat, in rank order, on the first rank's device.
+    """
+    gathered_rows = [rows.view(-1)]
+    for part, rank_ids in zip(played[1:], ids[1:], strict=True):
+        gathered_rows.append(part.forward(rank_ids, sum(part.block_sizes(rank_ids))).view(-1).to(rows.device))
+    return torch.cat(gathered_rows)

@@ -15,7 +15,6 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.table_names import by_module
-from meshrec.optim.torch_optimizers import from_torch
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 
@@ -223,6 +222,8 @@ def _optimizer_spec(fused_params: FusedParams) -> OptimizerSpec | None:
     if isinstance(optimizer, OptimizerSpec) and not arguments:
         return optimizer
     if isinstance(optimizer, type):
+        from meshrec.optim.torch_optimizers import from_torch
+
         return from_torch(optimizer, arguments)
     raise ValueError(
         f"fused_params must name an optimizer, got {dict(fused_params)!r}. "

@@ -6,15 +6,18 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, compress
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from meshrec.comms.encoding import Block, Columns, RowEncoding
 from meshrec.comms.mesh import Axis
 from meshrec.comms.wire import WireFormat, WireFormats
-from meshrec.distributed.error_feedback import ErrorFeedback, Names
 from meshrec.distributed.pieces import Span
 from meshrec.distributed.routing import Routing
+
+if TYPE_CHECKING:
+    from meshrec.distributed.error_feedback import ErrorFeedback, Names
 
 _logger = logging.getLogger("meshrec")
 # Stochastic rounding is seeded by a key per row. Every rank has 2**40 separate keys, so rows on different
@@ -60,8 +63,12 @@ class Codec:
         self.encoding = RowEncoding.from_formats(split or self._formats)
         # Lives for the whole run, so that a column is reported once.
         self._watch = _NonFiniteWatch(_PAYLOADS[direction])
-        self.feedback = ErrorFeedback() if any(wire_format.feedback for wire_format in split) else None
+        self.feedback: ErrorFeedback | None = None
         """Rounding errors of the rows this rank has sent; None if no format uses error feedback."""
+        if any(wire_format.feedback for wire_format in split):
+            from meshrec.distributed import error_feedback
+
+            self.feedback = error_feedback.ErrorFeedback()
         self.draws = any(wire_format.stochastic for wire_format in split)
         """Whether some format uses stochastic rounding."""
 
@@ -107,7 +114,7 @@ class Codec:
         blocks: Sequence[Block],
         *,
         keys: Tensor | None = None,
-        names: Names | None = None,
+        names: "Names | None" = None,
     ) -> Tensor:
         """Encode rows into a message.
 

@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.optim.parts import shard_info_of
-from meshrec.optim.torch_optimizers import from_torch
 
 _logger = logging.getLogger("meshrec")
 
@@ -50,6 +49,8 @@ def apply_optimizer_in_backward(
         >>> in_backward_spec(table).lr
         0.02
     """
+    from meshrec.optim.torch_optimizers import from_torch
+
     if isinstance(params, Tensor):
         raise ValueError("params must be an iterable of parameters, got one parameter. Wrap it in a list.")
     spec = from_torch(optimizer_class, optimizer_kwargs)
@@ -162,6 +163,8 @@ def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
     classes = getattr(parameter, _TORCH_CLASSES, [])
     if not classes:
         return spec
+    from meshrec.optim.torch_optimizers import from_torch
+
     # torch allows several optimizers per parameter; a table has one.
     if len(classes) == 1:
         arguments = getattr(parameter, _TORCH_ARGUMENTS)[0]

@@ -10,7 +10,6 @@ from torch import nn
 from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
 from meshrec.optim.table_names import by_full_name
 from meshrec.plan.sharding_plan import ShardingPlan
-from meshrec.planner.diagnose import diagnose
 from meshrec.planner.evaluate import to_plan
 from meshrec.planner.module_tables import tables_by_path, tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
@@ -161,6 +160,8 @@ def plan_tables(
     if topology.memory_cap > 0:
         optimized = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
     if optimized is None:
+        from meshrec.planner.diagnose import diagnose
+
         raise ValueError(diagnose(tables, topology, batch_size=batch_size, constraints=constraints))
     return PlannedShardingPlan(
         to_plan(optimized.placements, tables, optimized.types_T, topology.compute_device),

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from meshrec.checkpoint.stored import ObjectStore
 from meshrec.durable import CreatedPath
 from meshrec.runs.job import RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RunFolder, all_runs, make_folder
-from meshrec.train.stored_run import download_run, find_launched_run
 
 LAUNCH = "launch.json"
 """File in the run folder with the ID of the launch behind it."""
@@ -130,6 +128,8 @@ def check_storage(job: Job, folder: RunFolder, ranks_without_access: Sequence[in
 
 def _check_store(address: str, ranks: Ranks) -> None:
     """Raise ValueError on every rank unless all ranks can write to the object store. Collective."""
+    from meshrec.checkpoint.stored import ObjectStore
+
     error = None
     try:
         ObjectStore(address).check()
@@ -192,6 +192,9 @@ def _claim_folder(job: Job) -> RunLock:
     use the newest unfinished run with the same ID. If no local folder has such a run, download it from the
     object store. If the store has none either, or the launch has no ID, call `claim_run`.
     """
+    from meshrec.checkpoint.stored import ObjectStore
+    from meshrec.train.stored_run import download_run, find_launched_run
+
     # torchrun sets the run ID "none" if no --rdzv-id is given.
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":

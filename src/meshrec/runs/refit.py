@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshrec.metrics.named import leading_text
-from meshrec.models.settings import copy_settings
 from meshrec.planner import save_plan
 from meshrec.runs.fitting import load_data
 from meshrec.runs.job import Job
@@ -134,6 +133,8 @@ def refit(
         stop: the user's request to stop, after which the refit ends early.
         tell: called with the finished share, from 0 to 1.
     """
+    from meshrec.models.settings import copy_settings
+
     final = RunFolder(folder.path / FINAL, folder.is_trusted)
     if ranks.is_first and not final.path.exists():
         make_folder(final.path)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from meshrec.data.locations import is_address
-from meshrec.data.stores import version_of
 from meshrec.ops import library
 from meshrec.ops.library import has_kernels, library_path
 from meshrec.runs.saved_recipe import describe_data
@@ -205,6 +204,8 @@ def _fingerprint(file: str | Path) -> str:
     file does not exist, return a fixed string.
     """
     if is_address(file):
+        from meshrec.data.stores import version_of
+
         return version_of(str(file))
     path = Path(file)
     if not path.is_file():

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe

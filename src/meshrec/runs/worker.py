@@ -37,7 +37,6 @@ import torch.distributed as dist
 from meshrec.checkpoint import find_checkpoint
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.random_state import seed_python_and_numpy
-from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.comms.agreement import together
 from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
@@ -52,13 +51,11 @@ from meshrec.runs.host_folder import check_storage, locked_folder
 from meshrec.runs.job import RESTART_REQUESTED, RUN_VARIABLE, START_TIME_VARIABLE, Job
 from meshrec.runs.lock import rank_lock
 from meshrec.runs.refit import check_refit, refit, refit_summary
-from meshrec.runs.removing import remove_unstarted
 from meshrec.runs.report import write_report
 from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.runs.saved_recipe import check_data, describe_data
 from meshrec.runs.source import copy_source
 from meshrec.runs.warm_start import check_model, lines_of, warm_start
-from meshrec.train.baselines import baselines
 from meshrec.train.losses import NextItem, Ranking, Softmax
 from meshrec.train.observers import (
     Event,
@@ -69,7 +66,6 @@ from meshrec.train.observers import (
     Reported,
     TensorBoardObserver,
 )
-from meshrec.train.ranking_baselines import ranking_baselines
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.remarks import remarks, winner
 from meshrec.train.run_folder import (
@@ -85,6 +81,7 @@ from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
 
 if TYPE_CHECKING:
+    from meshrec.checkpoint.stored import ObjectStore
     from meshrec.data import Dataset
 
 _logger = logging.getLogger("meshrec")
@@ -149,6 +146,8 @@ def _record_error(
             and isinstance(error, ValueError)
             and (ranks.is_first or ranks.rank in ranks_without_access)
         ):
+            from meshrec.runs.removing import remove_unstarted
+
             remove_unstarted(folder)
     except OSError as full:  # the disk may be what failed
         _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
@@ -233,7 +232,9 @@ class _RankRun:
         # Object store for this run's checkpoints; None: they are in the run folder.
         self._store: ObjectStore | None = None
         if job.store is not None:
-            self._store = ObjectStore(job.store).under(ranks.broadcast(folder.path.name))
+            from meshrec.checkpoint import stored
+
+            self._store = stored.ObjectStore(job.store).under(ranks.broadcast(folder.path.name))
         # Differences from the run whose weights this run started from; see `warm_start`.
         self._warm_start: dict[str, Any] | None = None
 
@@ -542,6 +543,8 @@ class _RankRun:
 
     def _download_weights(self, step: int, summary: dict[str, Any]) -> None:
         """Download the reported weights from the object store to the run folder, where commands find them."""
+        from meshrec.checkpoint.stored import StoredCheckpoints
+
         assert self._store is not None
         for name in (BEST, CHECKPOINTS):
             # The best weights first; without validation data, the last checkpoint has them.
@@ -566,11 +569,14 @@ class _RankRun:
             if isinstance(loss, Softmax | Ranking):
                 self._notify(Reported("there are no baselines for labels of classes or of queries"))
                 return
-            results = (
-                ranking_baselines(trainer.dataset, tell, loss=loss)
-                if isinstance(loss, NextItem)
-                else baselines(trainer.dataset, tell)
-            )
+            if isinstance(loss, NextItem):
+                from meshrec.train.ranking_baselines import ranking_baselines
+
+                results = ranking_baselines(trainer.dataset, tell, loss=loss)
+            else:
+                from meshrec.train.baselines import baselines
+
+                results = baselines(trainer.dataset, tell)
             for name, quality, curves in results:
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:

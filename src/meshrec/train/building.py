@@ -12,7 +12,6 @@ from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollecti
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.models.step_samples import StepSamples
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.modules.fusing import fuse
 from meshrec.optim import (
     CombinedOptimizer,
     GradientClipping,
@@ -129,6 +128,8 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
 
 def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> BuiltModel:
     """Allocate full tables in this process, and fuse the table optimizer into the backward pass."""
+    from meshrec.modules.fusing import fuse
+
     for child in model.modules():
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)

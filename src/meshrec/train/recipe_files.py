@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from meshrec.data.faults import did_you_mean
 from meshrec.data.locations import is_address
-from meshrec.data.nearest import did_you_mean
 from meshrec.train.recipe import Recipe
 
 T = TypeVar("T")

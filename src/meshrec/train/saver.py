@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
+from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.hashed import hashed_targets
 from meshrec.checkpoint.matching import Differences
 from meshrec.checkpoint.saving import load_matching
-from meshrec.checkpoint.stored import ObjectStore
 from meshrec.durable import make_scratch, remove_scratch
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.tables.placeholder import PlaceholderTensor
@@ -23,7 +22,10 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Training
 from meshrec.train.run_folder import DELTAS, RunFolder
 from meshrec.train.stopping import EarlyStopping
-from meshrec.train.stored_run import RUN_FILES, upload_run
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.publishing import DeltaPublisher
+    from meshrec.checkpoint.stored import ObjectStore
 
 
 class CheckpointSaver:
@@ -65,7 +67,7 @@ class CheckpointSaver:
         ranks: Ranks,
         folder: RunFolder | None,
         keep: bool = True,
-        store: ObjectStore | None = None,
+        store: "ObjectStore | None" = None,
         tell: Callable[[str], None],
     ) -> None:
         self.folder, self._progress, self._tell = folder, progress, tell
@@ -95,6 +97,8 @@ class CheckpointSaver:
             self._manager = _make_manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
             best = _make_manager(folder, BEST, store, 1, ranks)
             if store is not None and ranks.is_first:
+                from meshrec.train.stored_run import RUN_FILES
+
                 self._mirror = (folder.path, store.under(RUN_FILES))
         elif any(isinstance(parameter, PlaceholderTensor) for parameter in built.model.parameters()):
             # Placeholder parameters have no tensor data: an in-memory copy would miss their rows.
@@ -147,6 +151,8 @@ class CheckpointSaver:
         if self._publishes and self.folder is not None:
             assert isinstance(model, DistributedModelParallel)
             path, progress = self.folder.path, self._progress
+            from meshrec.checkpoint.publishing import DeltaPublisher
+
             self._publisher = DeltaPublisher(
                 model, path / DELTAS, run=path.name, step=progress.step, after=progress.published
             )
@@ -242,6 +248,8 @@ class CheckpointSaver:
             save(self._progress.step, self.state)
             self._saved = self._progress.step
             if self._mirror is not None:
+                from meshrec.train.stored_run import upload_run
+
                 upload_run(*self._mirror)
         except CheckpointError as error:
             self._record_failure(error)
@@ -305,7 +313,7 @@ class BestWeights:
 
 
 def _make_manager(
-    folder: RunFolder, name: str, store: ObjectStore | None, keep_last: int, ranks: Ranks
+    folder: RunFolder, name: str, store: "ObjectStore | None", keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
     """Create the manager for a run's checkpoints or best weights.
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshrec.checkpoint.matching import Differences
-from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
-from meshrec.data.balance import balanced_reader
 from meshrec.metrics.named import leading_metric, metric_title
 from meshrec.ops.memory import frozen_objects
 from meshrec.ops.threads import at_most_threads
@@ -23,6 +22,9 @@ from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
 from meshrec.train.weights_evaluator import WeightsEvaluator
+
+if TYPE_CHECKING:
+    from meshrec.checkpoint.stored import ObjectStore
 
 
 class Trainer:
@@ -63,7 +65,7 @@ class Trainer:
         stop: StopRequest | None = None,
         profile: bool = False,
         keep: bool = True,
-        store: ObjectStore | None = None,
+        store: "ObjectStore | None" = None,
     ) -> None:
         # Check before the model is allocated.
         recipe.check(ranks.size)
@@ -249,6 +251,8 @@ class Trainer:
         training, ranks = self.recipe.training, self.ranks
         train = self.dataset.train
         if training.balance and ranks.size > 1:
+            from meshrec.data.balance import balanced_reader
+
             train = balanced_reader(self.dataset, self.recipe.model.attention_width)
         # The division is exact: `Recipe.check` rejects batch sizes that the ranks cannot share equally.
         reader = train.batches(

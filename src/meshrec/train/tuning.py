@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshrec.data.faults import needs
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean, needs
 from meshrec.metrics.named import quality
 from meshrec.train.observers import Evaluated, Event
 from meshrec.train.ranks import Ranks

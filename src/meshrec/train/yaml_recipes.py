@@ -13,8 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from meshrec.data.faults import needs
-from meshrec.data.nearest import did_you_mean
+from meshrec.data.faults import did_you_mean, needs
 from meshrec.train import (  # noqa: F401 - their classes are found as subclasses
     architectures,
     click_logs,
