@@ -438,17 +438,18 @@ def test_public_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_imports_are_light_and_silent() -> None:
-    """The package needs torch alone; a server starts without what trains."""
+    """The package needs torch alone; a server starts without what trains, a training without other models."""
     code = (
         "import json, sys, torch; before = set(sys.modules);"
         "import meshrec; package = set(sys.modules) - before;"
         "import meshrec.serve.server; server = set(sys.modules) - before;"
-        "json.dump([sorted(package), sorted(server)], sys.stderr)"
+        "import meshrec.cli.train, meshrec.runs.worker; training = set(sys.modules) - before;"
+        "json.dump([sorted(package), sorted(server), sorted(training)], sys.stderr)"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == ""
-    package, server = json.loads(done.stderr)  # anything else printed would not parse
+    package, server, training = json.loads(done.stderr)  # anything else printed would not parse
     assert "meshrec" in package
     allowed = {"meshrec", "torch", *sys.stdlib_module_names}
     assert [name for name in package if name.split(".")[0] not in allowed] == []
@@ -462,3 +463,9 @@ def test_imports_are_light_and_silent() -> None:
         "sympy",
     )
     assert [name for name in server if name.startswith(trains)] == []
+    seldom = (
+        *("meshrec.models.din", "meshrec.models.history_model", "meshrec.models.two_tower"),
+        *("meshrec.data.movielens_data", "meshrec.data.criteo_data", "meshrec.data.stores"),
+        *("meshrec.distributed.node_rows", "meshrec.distributed.reshard", "meshrec.train.recipes"),
+    )
+    assert [name for name in training if name.startswith(seldom)] == []

@@ -1,8 +1,13 @@
+import ast
 import contextlib
 import gc
 import importlib
+from pathlib import Path
 
-from meshrec.lazy import without_gc
+import pytest
+
+import meshrec.models
+from meshrec.lazy import import_on_use, without_gc
 
 OWN = """
 import gc, sys
@@ -33,3 +38,23 @@ def test_nothing_is_collected_inside_and_afterwards_all_is_as_before():
 
 def test_a_process_of_its_own_freezes_what_it_imports_and_loads_no_compiler_for_gpus(run_code):
     assert run_code(OWN).stdout == "False\n"
+
+
+def test_names_of_a_package_are_imported_on_first_use():
+    getattribute = import_on_use("meshrec.models")
+    assert meshrec.models.DIN is getattribute("DIN")
+    assert {"DIN", "TwoTower"} <= set(dir(meshrec.models))
+    with pytest.raises(AttributeError, match=r"no attribute 'DINN'.*meshrec\.models\.__all__"):
+        _ = meshrec.models.DINN
+
+
+def test_no_name_that_is_imported_on_first_use_is_a_module_of_its_package():
+    """An import of the module would put the module in the place of the name."""
+    hidden = []
+    for init in Path(meshrec.__file__).parent.rglob("__init__.py"):
+        for block in ast.parse(init.read_text()).body if "import_on_use" in init.read_text() else ():
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+                names = [alias.name for node in ast.walk(block) for alias in getattr(node, "names", ())]
+                modules = {path.stem for path in init.parent.iterdir()}
+                hidden += [(init.parent.name, name) for name in names if name in modules]
+    assert hidden == []

@@ -27,10 +27,9 @@ from meshrec.planner.wire_choice import AUTO, WireBound, choose_wires
 from meshrec.stages.layouts import layouts
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.recipe import Recipe
-from meshrec.train.recipe_files import resolve
+from meshrec.train.recipe_files import SUFFIXES, resolve
 from meshrec.train.recipes import RECIPES
 from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
-from meshrec.train.yaml_recipes import SUFFIXES
 
 # Default of --ranks.
 _RANKS = 8

@@ -34,6 +34,7 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
+from meshrec.tables.hashed.admission_eviction import AdmissionEviction
 from meshrec.tables.hashed.table import HashedTable
 from meshrec.tables.initial import initial_rows
 from meshrec.tables.local_shards import LocalShards, allocate
@@ -295,20 +296,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
             local = [s for rank_shards in contents.split if (s := rank_shards.of_table(t)) is not None]
             shards[table.name] = TableModule(table.name, size, storage, None, shards=local)
             continue
-        # Data-parallel tables have no mesh: every rank's state dict contains the whole table.
-        mesh = None if routing.replicated[t] else env.shard_mesh
         shard = (contents.local if routing.replicated[t] else contents.split[0]).of_table(t)
         weight = shard.parameter if shard else _empty(table, storage, device, trained=contents.trained[t])
-        # How the table's state dict tensors are created; None if this rank has the whole table.
-        split: TableSplit | None = None
-        if (admission := admissions[routing.replicated[t]]) is not None and t in admission.storages:
-            from meshrec.distributed.table_split import GrowableSplit
-
-            split = GrowableSplit(t, owners[t], mesh, admission_eviction=admission, axis=env.shard)
-        elif mesh is not None:
-            from meshrec.distributed.table_split import FixedSplit
-
-            split = FixedSplit(owners[t], mesh)
+        split = _split_of(t, owners[t], admissions, env, is_replicated=routing.replicated[t])
         local = [] if shard is None else [shard]
         here = TableModule(table.name, size, storage, weight, shards=local, split=split)
         shards[table.name] = here
@@ -356,6 +346,29 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         dims=routing.dims,
         fused=fused,
     )
+
+
+def _split_of(
+    table: int,
+    owners: Sequence[Sequence[Rectangle]],
+    admissions: Sequence[AdmissionEviction | None],
+    env: ShardingEnv,
+    *,
+    is_replicated: bool,
+) -> TableSplit | None:
+    """Return what creates a table's state dict tensors; None if this rank has the whole table."""
+    # Data-parallel tables have no mesh: every rank's state dict contains the whole table.
+    mesh = None if is_replicated else env.shard_mesh
+    admission = admissions[is_replicated]
+    if admission is not None and table in admission.storages:
+        from meshrec.distributed.table_split import GrowableSplit
+
+        return GrowableSplit(table, owners, mesh, admission_eviction=admission, axis=env.shard)
+    if mesh is not None:
+        from meshrec.distributed.table_split import FixedSplit
+
+        return FixedSplit(owners, mesh)
+    return None
 
 
 def _kernels(
