@@ -26,8 +26,8 @@ from meshrec.planner.search import Effort
 from meshrec.planner.wire_choice import AUTO, WireBound, choose_wires
 from meshrec.stages.layouts import layouts
 from meshrec.train.planning import make_plan, topology_of
-from meshrec.train.recipe import Recipe
-from meshrec.train.recipe_files import SUFFIXES, resolve
+from meshrec.train.recipe import YAML_SUFFIXES, Recipe
+from meshrec.train.recipe_files import resolve
 from meshrec.train.recipes import RECIPES
 from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
 
@@ -245,8 +245,8 @@ def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         options: options of the command.
     """
     # A recipe is a name, module:function, or a Python or YAML file. JSON files are tasks or plans.
-    if not source.is_file() or source.suffix in (".py", *SUFFIXES):
-        if source.suffix in (".py", *SUFFIXES) or str(source) in RECIPES or ":" in str(source):
+    if not source.is_file() or source.suffix in (".py", *YAML_SUFFIXES):
+        if source.suffix in (".py", *YAML_SUFFIXES) or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
         raise ValueError(
             f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "

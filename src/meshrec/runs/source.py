@@ -35,8 +35,8 @@ from typing import Any
 from typing_extensions import override
 
 from meshrec.durable import CreatedPath, write_durably
-from meshrec.train.recipe import Recipe
-from meshrec.train.recipe_files import SUFFIXES, call_recipe, module_name, module_of_file, resolve
+from meshrec.train.recipe import YAML_SUFFIXES, Recipe
+from meshrec.train.recipe_files import call_recipe, module_name, module_of_file, resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
 
 COPY = "source"
@@ -158,7 +158,7 @@ def _is_code(source: str) -> bool:
 
     A YAML recipe needs no code, because ``config.json`` contains all of it.
     """
-    return ":" in source and not source.endswith(SUFFIXES)
+    return ":" in source and not source.endswith(YAML_SUFFIXES)
 
 
 def _code_path(folder: RunFolder, source: str) -> str:

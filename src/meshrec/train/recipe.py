@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from meshrec.data.streaming import Source
     from meshrec.train.ranks import Ranks
 
+YAML_SUFFIXES = (".yaml", ".yml")
+"""Suffixes of recipes that are YAML files."""
+
 Precision = Literal["fp32", "bf16", "auto"]
 """Values of `Training.dense_precision`."""
 

@@ -14,13 +14,11 @@ from typing import Any, TypeVar
 
 from meshrec.data.faults import did_you_mean
 from meshrec.data.locations import is_address
-from meshrec.train.recipe import Recipe
+from meshrec.train.recipe import YAML_SUFFIXES, Recipe
 
 T = TypeVar("T")
 PATH_FIELDS = ("train", "validation", "test", "log")
 """Data source fields in which strings are paths. In all other fields, only a ``Path`` is a path."""
-SUFFIXES = (".yaml", ".yml")
-"""Suffixes of YAML recipes."""
 
 
 def resolve(name: str) -> Recipe:
@@ -35,7 +33,7 @@ def resolve(name: str) -> Recipe:
     Raises:
         ValueError: the recipe does not exist, or the function does not return a recipe.
     """
-    if name.endswith(SUFFIXES):
+    if name.endswith(YAML_SUFFIXES):
         from meshrec.train.yaml_recipes import from_yaml
 
         return from_folder(from_yaml(Path(name)), Path(name).resolve().parent)

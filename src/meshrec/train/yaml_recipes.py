@@ -24,8 +24,7 @@ from meshrec.train import (  # noqa: F401 - their classes are found as subclasse
     sources,
     wide_deep,
 )
-from meshrec.train.recipe import Recipe
-from meshrec.train.recipe_files import SUFFIXES
+from meshrec.train.recipe import YAML_SUFFIXES, Recipe
 from meshrec.train.run_folder import to_json
 
 # Default values in the JSON of features, which YAML leaves out.
@@ -50,7 +49,7 @@ def from_yaml(path: Path) -> Recipe:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
     if not path.is_file():
-        siblings = [str(sibling) for suffix in SUFFIXES for sibling in path.parent.glob(f"*{suffix}")]
+        siblings = [str(sibling) for suffix in YAML_SUFFIXES for sibling in path.parent.glob(f"*{suffix}")]
         raise ValueError(
             f"recipe file {path} does not exist. Name a recipe's file.{did_you_mean(str(path), siblings)}"
         )
