@@ -464,7 +464,7 @@ def test_imports_are_light_and_silent() -> None:
     )
     assert [name for name in server if name.startswith(trains)] == []
     seldom = (
-        *("meshrec.models.din", "meshrec.models.history_model", "meshrec.models.two_tower"),
+        *("meshrec.models.din", "meshrec.models.multi_task", "meshrec.models.two_tower"),
         *("meshrec.data.movielens_data", "meshrec.data.criteo_data", "meshrec.data.stores"),
         *("meshrec.distributed.node_rows", "meshrec.distributed.reshard", "meshrec.train.recipes"),
     )
