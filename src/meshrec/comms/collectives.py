@@ -120,7 +120,17 @@ class InFlight:
             CollectiveError: a peer failed.
         """
         if self.work is not None:
-            work = self._finish()
+            # Waiting again must return the same tensor, not wait for the work twice.
+            work, self.work = self.work, None
+            began = time.perf_counter()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if not _has_failed(work):
+                    raise
+                raise _collective_error(error, self.name, self.group) from error
+            finally:
+                blocked_time.seconds += time.perf_counter() - began
             if self.tensor is None:
                 self.tensor = work.result
         assert self.tensor is not None
@@ -143,22 +153,17 @@ class InFlight:
         # gloo and NCCL fill a tensor. Only a host link leaves messages in peer memory.
         if self.tensor is not None:
             return reader(self.wait(), 0, 0)
-        return cast(Tensor, self._finish(reader).result)
-
-    def _finish(self, *arguments: Any) -> Any:
-        """Wait until the work is complete, and return it. ``arguments`` go to its method ``wait``."""
-        # Waiting again must return the same tensor, not wait for the work twice.
         work, self.work = self.work, None
         began = time.perf_counter()
         try:
-            work.wait(*arguments)
+            work.wait(reader)
         except RuntimeError as error:
             if not _has_failed(work):
                 raise
             raise _collective_error(error, self.name, self.group) from error
         finally:
             blocked_time.seconds += time.perf_counter() - began
-        return work
+        return cast(Tensor, work.result)
 
 
 class _CopyBack:
