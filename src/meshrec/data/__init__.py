@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         locate,
     )
     from meshrec.data.faults import DataError
+    from meshrec.data.follow import FilePosition, Follow
     from meshrec.data.in_memory import InMemoryReader, Ranges
     from meshrec.data.interactions import Interactions
     from meshrec.data.movielens_data import movielens
@@ -35,7 +36,9 @@ __all__ = [
     "DataError",
     "Dataset",
     "Feature",
+    "FilePosition",
     "FileRows",
+    "Follow",
     "InMemoryReader",
     "Interactions",
     "Position",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import Faults
-from meshrec.data.samples import Bools, Samples, Shape
+from meshrec.data.samples import Bools, Ints, Samples, Shape
 
 
 class RowOrigin(NamedTuple):
@@ -17,8 +17,8 @@ class RowOrigin(NamedTuple):
 
     name: str
     """Display name, such as "a.parquet: row group 3"."""
-    first_row: int
-    """Row number in the file for the first row."""
+    first_row: int | Ints
+    """Row number in the file for the first row. If rows are not consecutive: all row numbers, int64 [n]."""
     file: str = ""
     """File name, by which omitted rows are counted."""
 

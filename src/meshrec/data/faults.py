@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshrec.data.samples import Bools
+from meshrec.data.samples import Bools, Ints
 from meshrec.lazy import without_gc
 
 OnError = Literal["raise", "skip"]
@@ -39,6 +39,10 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlon
 
 class DataError(ValueError):
     """Error for data that cannot be read as configured. The message names file, location and column."""
+
+
+class NoRowsError(DataError):
+    """Error for data that has no rows, or none that can be read."""
 
 
 class Faults:
@@ -92,7 +96,7 @@ class Faults:
         valid: Bools,
         good: Any,
         message: str,
-        first_row: int = 0,
+        first_row: int | Ints = 0,
         file: str = "",
         *,
         is_allowed: bool = False,
@@ -105,7 +109,7 @@ class Faults:
             valid: whether a row is valid so far, bool [n]; modified in place.
             good: whether a row passes this check, bool [n].
             message: problem and location; ``{row}`` is replaced by the number of the first failing row.
-            first_row: row number in the file for the first row.
+            first_row: row number in the file for the first row; or all row numbers, int64 [n].
             file: file name.
             is_allowed: whether the configuration omits failing rows, so they are not damage.
 
@@ -115,7 +119,8 @@ class Faults:
         bad = valid & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
         if num:
-            row = first_row + int(bad.argmax())
+            index = int(bad.argmax())
+            row = int(first_row[index]) if isinstance(first_row, np.ndarray) else first_row + index
             # Not str.format: names of files and columns may hold braces.
             text = message.replace("{row}", str(row)) + f" ({rows_text(num)} of {len(bad)})"
             self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)

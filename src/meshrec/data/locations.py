@@ -64,11 +64,10 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     """
     files: list[File] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        is_stored = is_address(path)
-        matches = _expand_address(str(path), patterns) if is_stored else _expand_path(path, patterns)
+        matches = list_files(path, *patterns)
         if not matches:
-            note = _missing_bucket(str(path)) if is_stored else ""
-            if not is_stored and not Path(path).is_absolute():
+            note = _missing_bucket(str(path)) if is_address(path) else ""
+            if not is_address(path) and not Path(path).is_absolute():
                 # A relative path is searched in the current folder, so the message names it.
                 note = f" in {Path.cwd()}"
             searched = " or ".join(patterns)
@@ -79,6 +78,16 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     if not files:
         raise DataError("no paths were given.")
     return files
+
+
+def list_files(path: str | Path, *patterns: str) -> list[File]:
+    """Return all files that a path stands for, as `expand` does; an empty list if there are none.
+
+    Args:
+        path: a path, folder or glob pattern, or an address in a store.
+        patterns: as for `expand`.
+    """
+    return _expand_address(str(path), patterns) if is_address(path) else _expand_path(path, patterns)
 
 
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:

@@ -12,7 +12,7 @@ from meshrec.data.arrow import pa, pa_parquet
 from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.exact_columns import is_list, plain, plain_schema, plain_table
-from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.faults import DataError, Faults, NoRowsError, OnError
 from meshrec.data.locations import File, expand, not_parquet, opened
 from meshrec.data.partitions import partition_keys, with_keys
 from meshrec.data.samples import Samples, void_samples
@@ -43,13 +43,17 @@ class ParquetSource(EncodedRows, Tables, Source):
         schema: features encoding the rows, fitted where required.
         faults: raises for damaged data, or counts it. Then files that cannot be opened, and files with a
             column with a wrong type, are omitted.
+        dictionaries: whether `tables` have text columns as dictionaries, which are faster to encode.
 
     Raises:
         DataError: a file is damaged, a column is missing or has a wrong type, or no rows remain.
     """
 
-    def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
+    def __init__(
+        self, files: Sequence[File], schema: Encoding, faults: Faults, *, dictionaries: bool = False
+    ) -> None:
         super().__init__(schema, faults)
+        self._dictionaries = dictionaries
         # Footers of the opened files, so they are parsed only once.
         self._metadata: dict[File, Any] = {}
         self._versions: dict[File, str | None] = {}  # of files in stores, which must stay the same
@@ -59,7 +63,7 @@ class ParquetSource(EncodedRows, Tables, Source):
         # Blocks, by number. `_open` fills the dictionaries above, so it must run last.
         self._groups = [group for file in files for group in self._open(file)]
         if not self._groups:
-            raise DataError(
+            raise NoRowsError(
                 f"none of {len(files)} Parquet files has rows: {[str(file) for file in files[:5]]}."
             )
         self.blocks = [(str(group.file), group.rows) for group in self._groups]
@@ -113,8 +117,9 @@ class ParquetSource(EncodedRows, Tables, Source):
         """
         group = self._groups[block]
         try:
-            with self._reopened(group.file) as opened:
-                names = self._in_file(group.file, self._schema.columns())
+            names = self._in_file(group.file, self._schema.columns())
+            text_columns = _text_columns(self._metadata[group.file], names) if self._dictionaries else []
+            with self._reopened(group.file, read_dictionary=text_columns) as opened:
                 for batch in opened.iter_batches(size, [group.number], names, use_threads=False):
                     table = plain_table(pa.Table.from_batches([batch]))
                     yield with_keys(table, self._keys[group.file]).select(list(self._schema.columns()))

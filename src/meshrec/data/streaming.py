@@ -215,9 +215,9 @@ class StreamReader(Reader):
         # Row in epoch order at which a lane starts, and at the end the number of rows.
         starts = np.cumsum([0, *lane_sizes(self._num_samples, self._lanes)]).tolist()
         # Lanes that this rank reads. A lane is opened at its first use and stays open until the epoch ends.
-        open_lanes: dict[int, _Lane] = {}
+        open_lanes: dict[int, Lane] = {}
         # Also if the consumer stops in the middle of an epoch, the thread ends, and then files are closed.
-        with ExitStack() as files, _background_thread() as thread:
+        with ExitStack() as files, background_thread() as thread:
             for step in plan:
                 ranges: list[SampleRange] = []
                 for part in lane_parts(step, self._lanes, rank, world_size):
@@ -226,7 +226,7 @@ class StreamReader(Reader):
                         start, stop = starts[part.lane : part.lane + 2]
                         windows = self._windows_from(order, epoch, start + part.first, stop)
                         files.enter_context(closing(windows))
-                        lane = open_lanes[part.lane] = _Lane(windows, part.first, thread)
+                        lane = open_lanes[part.lane] = Lane(windows, part.first, thread)
                     ranges += lane.read(part)
                 yield to_batch(self._source.keys, self._source.shape, ranges)
 
@@ -278,7 +278,7 @@ class StreamReader(Reader):
 
 
 @contextmanager
-def _background_thread() -> Iterator[ThreadPoolExecutor]:
+def background_thread() -> Iterator[ThreadPoolExecutor]:
     """Run a background thread, which drops what it has not begun when the context ends."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="meshrec-reader")
     try:
@@ -287,7 +287,7 @@ def _background_thread() -> Iterator[ThreadPoolExecutor]:
         thread.shutdown(cancel_futures=True)
 
 
-class _Lane:
+class Lane:
     """Sequential reader of a lane: a contiguous range of an epoch's samples (see `meshrec.data.order`).
 
     While the samples of a window are read, the background thread decodes the next window.

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from meshrec.data.dataset import Dataset, Reader
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, OnError, missing_column
+from meshrec.data.faults import DataError, Faults, NoRowsError, OnError, missing_column
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Samples, regroup_into_windows, void_samples
 from meshrec.data.splitting import Part, Split
@@ -89,7 +89,7 @@ class ArrowSource(EncodedRows, Tables, Source):
         # One chunk per column makes slices cheap, and lets features read the buffers.
         self._tables = [(name, table.combine_chunks()) for name, table in tables if table.num_rows]
         if not self._tables:
-            raise DataError(f"{[name for name, _ in tables]} have no rows. Give some.")
+            raise NoRowsError(f"{[name for name, _ in tables]} have no rows. Give some.")
         for name, table in self._tables:
             # The first message is enough.
             for wrong in schema.wrong_columns(table.schema):
