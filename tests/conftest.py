@@ -15,7 +15,6 @@ from hypothesis import settings
 from meshrec.comms.fork_server import start_fork_server
 from meshrec.testing.rank_pool import PRELOADED, RankPool
 from meshrec.train import Recipe
-from tests import without_fsync  # noqa: F401
 from tests.interpreters import Interpreters
 from tests.train.small import small as small_recipe
 
@@ -32,10 +31,7 @@ PRELOAD = [
     *("pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"),
     *("meshrec.cli.train", "meshrec.cli.screen"),
 ]
-with pytest.MonkeyPatch.context() as environment:
-    # The server starts in an empty folder.
-    environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    start_fork_server(["tests.without_fsync", *PRELOADED, *PRELOAD])
+start_fork_server([*PRELOADED, *PRELOAD])
 
 # One thread each, for the workers of a session and for what they start, as together they have few cores:
 # threads that wait for each other's turn burn more than they bring. Tests of several threads ask for them.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshrec.data import drifting_clicks
+from meshrec.data import drifting_clicks, streaming
 from meshrec.data.synthetic import Items
 from meshrec.tables.hashed.keys import LRU, Hashed
 
@@ -26,7 +26,8 @@ def test_items_come_and_go():
     assert not np.isin(items.raw(ids, 1, times), raw).any()
 
 
-def test_ids_become_rows_in_three_ways():
+def test_ids_become_rows_in_three_ways(monkeypatch):
+    monkeypatch.setattr(streaming, "MAX_CACHED_VALUES", 0)
     raw = read(drifting_clicks(**SMALL))
     assert len(np.unique(raw)) > 200
     keys = drifting_clicks(**SMALL)

@@ -267,8 +267,14 @@ def _anchor() -> Tensor:
         return torch.empty(0, device="cpu", requires_grad=True)
 
 
-# Cached, because creating it imports the compiler.
-@functools.cache
+# Created at the first traced call, because creating it imports the compiler. Not `functools.cache`: Dynamo
+# warns of it.
+_untraced_fused: Callable[..., Tensor] | None = None
+
+
 def _untraced() -> Callable[..., Tensor]:
     """Return ``_run_fused``, wrapped so that torch.compile runs it between graphs instead of tracing it."""
-    return torch.compiler.disable(_run_fused)  # type: ignore[no-any-return]
+    global _untraced_fused
+    if _untraced_fused is None:
+        _untraced_fused = torch.compiler.disable(_run_fused)
+    return _untraced_fused
