@@ -51,7 +51,7 @@ class Differences:
 
 
 class Matching(NamedTuple):
-    """What `prepare_matching` loads, and what it reports.
+    """The values that `prepare_matching` loads, and its report.
 
     Attributes:
         fresh_tables: names of tables that keep their initial values.

@@ -169,11 +169,17 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     """
     axis = ranks_of(group)
 
-    def prepared(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
-        """Compare the whole state with the checkpoint; see `prepare`."""
+    def prepare_all(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
+        """Compare the whole state with the checkpoint.
+
+        Args:
+            folder: checkpoint folder.
+            manifest: checkpoint manifest.
+            undo: receives functions that undo the changes made here.
+        """
         return prepare(state, folder, manifest, axis.rank, partial=partial, undo=undo)
 
-    _load(path, state, prepared, axis, is_whole=not partial)
+    _load(path, state, prepare_all, axis, is_whole=not partial)
 
 
 def load_matching(
@@ -206,11 +212,17 @@ def load_matching(
     """
     matching = Matching(fresh_tables, tables_only, Differences())
 
-    def prepared(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
-        """Find the values that fit; see `prepare_matching`."""
+    def prepare_fitting(folder: Path, manifest: Manifest, undo: list[Callable[[], object]]) -> Loading:
+        """Find the values that fit.
+
+        Args:
+            folder: checkpoint folder.
+            manifest: checkpoint manifest.
+            undo: receives functions that undo the changes made here.
+        """
         return prepare_matching(state, folder, manifest, matching, undo)
 
-    _load(path, state, prepared, ranks_of(group), is_whole=False)
+    _load(path, state, prepare_fitting, ranks_of(group), is_whole=False)
     return matching.differences
 
 

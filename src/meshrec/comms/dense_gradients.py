@@ -205,6 +205,11 @@ class DenseGradients:
         def read(_: Tensor, link: int, exchange: int) -> Tensor:
             """Average this rank's share of the elements directly from the memory of the peers.
 
+            Args:
+                _: unused, because messages are not copied on a host link.
+                link: host link handle.
+                exchange: exchange number.
+
             Returns:
                 Means for this rank's share, 1-D.
             """

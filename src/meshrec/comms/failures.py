@@ -109,6 +109,11 @@ def combined_error(
     The result has the first type in ``kinds`` of which all errors are instances. Without a common type, it is
     a RuntimeError. The message lists every failed rank with its error. If all ranks have the same error
     message, the result has this message, without ranks.
+
+    Args:
+        errors: errors of the failed ranks, by rank.
+        size: number of ranks.
+        kinds: allowed types, subclasses before base classes.
     """
     shared = [kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())]
     texts = list(map(str, errors.values()))

@@ -311,6 +311,11 @@ class SelectedRows(Source):
         """Yield windows of selected rows.
 
         Reads the original source from its window with the first requested row, not from the start.
+
+        Args:
+            block: block number.
+            first: number of the first window, counted in selected rows.
+            size: rows per window.
         """
         selected = self._selected[block]
         rows = np.flatnonzero(selected)

@@ -104,7 +104,11 @@ class CachedWindows(Source):
         return self._source.files
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield a block's windows from window ``first`` on, see `Source.windows`."""
+        """Yield a block's windows from window ``first`` to the end.
+
+        Args:
+            block, first, size: as in `Source.windows`.
+        """
         windows = self._windows.get((block, size))
         if windows is None:
             # Assigned when complete: the prefetch thread may read the same block at the same time.

@@ -136,7 +136,13 @@ class ClickSource(Source):
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Draw a block's samples, and yield them in windows; see `Source.windows`."""
+        """Draw a block's samples, and yield them in windows; see `Source.windows`.
+
+        Args:
+            block: block number.
+            first: number of the first window to yield.
+            size: rows per window.
+        """
         # Random numbers are drawn for the whole block, so earlier windows are drawn as well.
         samples, _ = self.block(block)
         num = len(samples.labels)

@@ -27,6 +27,11 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
 def check_unchanged(names: Sequence[str], tensors: Sequence[Tensor | None], before: Sequence[int]) -> None:
     """Raise ValueError if a tensor was written to in place since ``versions_of`` returned ``before``.
 
+    Args:
+        names: name of each tensor, for the message.
+        tensors: the tensors that were passed to ``versions_of``.
+        before: the counts that ``versions_of`` returned.
+
     Raises:
         ValueError: a tensor was written to; the message names the first one.
     """

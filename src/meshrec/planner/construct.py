@@ -85,6 +85,11 @@ def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) 
 
     If a table does not fit into memory with this candidate, place it with the cheapest other candidate.
 
+    Args:
+        problem: planning problem.
+        num_tables_C: tables per candidate in the relaxation, fractional.
+        candidates_Y: candidate indices to use per type.
+
     Returns:
         The complete plan, or None if memory does not suffice.
     """

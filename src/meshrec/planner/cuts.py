@@ -120,7 +120,13 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """Create the phase from arrays per candidate, and group equal candidates into kinds."""
+        """Create the phase from arrays per candidate, and group equal candidates into kinds.
+
+        Args:
+            count_C: piece count per candidate.
+            mean_C: mean load per piece.
+            least_C: minimum load per piece.
+        """
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
         return cls(count_U, mean_U, least_U, kind_C.ravel())

@@ -30,6 +30,12 @@ def diagnose(
 
     The message has the missing memory, the largest tables, and the remedies after which a plan fits: row-wise
     sharding, fp16 weights, or more ranks.
+
+    Args:
+        tables: tables to plan.
+        topology: machine to plan for.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
     """
     # Without replication, every rank holds the smallest part of the tables.
     request = _Request(tables, replace(topology, replicate=(1,)), batch_size, constraints)

@@ -143,7 +143,14 @@ def exponent_of(num_rows: int, sample: IdSample) -> float:
 
 
 def hit_rate(num_rows: int, cached: int, sample: IdSample, draws: float) -> float:
-    """Predict the fraction of a batch's distinct rows found in a cache."""
+    """Predict the fraction of a batch's distinct rows found in a cache.
+
+    Args:
+        num_rows: row count in the table.
+        cached: row count in the cache.
+        sample: statistics on looked-up IDs, from which the skew is estimated.
+        draws: ID count per batch.
+    """
     return _ZipfLaw(num_rows, exponent_of(num_rows, sample)).hit_rate(cached, draws)
 
 

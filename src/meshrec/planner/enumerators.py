@@ -53,6 +53,12 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
 
     Layouts which can never be the best are left out.
 
+    Args:
+        table: table to split.
+        constraints: the user's constraints on this table.
+        num_ranks: ranks in the shard group.
+        node_size: ranks per node.
+
     Returns:
         The layouts; empty if the constraints allow none.
     """

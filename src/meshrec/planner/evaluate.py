@@ -213,6 +213,11 @@ def whole_row_placements(
 
     The solver works with fractional piece sizes. A table's rows and columns are divided in proportion to
     these sizes, and rounded.
+
+    Args:
+        problem: planning problem, for the layouts of candidates.
+        placements_T: placement per table.
+        tables: tables, in the same order as `placements_T`.
     """
     rectangles: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
@@ -279,6 +284,12 @@ def to_plan(
     placements: Placements, tables: Sequence[Table], types_T: Sequence[ShardingType], device: str
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Convert rectangles to a sharding plan.
+
+    Args:
+        placements: rectangles for all tables.
+        tables: tables, by the indices in `placements`.
+        types_T: sharding type per table.
+        device: device type for all shards, ``cpu`` or ``cuda``.
 
     Returns:
         Plan per embedding module, by module path.

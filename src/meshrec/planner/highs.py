@@ -42,7 +42,14 @@ class ProgramRows:
         self._limits: list[tuple[Floats, Floats]] = []
 
     def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        """Add a constraint row."""
+        """Add a constraint row.
+
+        Args:
+            columns: indices of the variables in this constraint.
+            values: coefficient per entry of `columns`.
+            lower: lower limit on the weighted sum.
+            upper: upper limit on the weighted sum.
+        """
         self.add_many(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
 
     def add_many(

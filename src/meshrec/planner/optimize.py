@@ -57,6 +57,13 @@ def optimize(
     The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
     parts, even or uneven splits, under the constraints.
 
+    Args:
+        tables: tables to plan.
+        topology: machine to plan for.
+        batch_size: samples per rank.
+        constraints: constraints by table name.
+        effort: search limits, for every ``replicate`` axis size.
+
     Returns:
         The best plan, or None if no plan was found which fits into memory.
 

@@ -144,6 +144,11 @@ class Search:
     def attempt(self, start: InitialPlan, settings: AnnealingSettings, max_work: float) -> float:
         """Anneal a start, and keep the resulting plan if it is the best so far.
 
+        Args:
+            start: plan to anneal.
+            settings: annealing settings.
+            max_work: work limit, see `Effort`.
+
         Returns:
             Step time of the resulting plan in seconds, without latencies.
         """

@@ -135,6 +135,11 @@ class State:
 
         Piece groups are placed one after another, each on the cheapest ranks left by earlier groups.
 
+        Args:
+            table: table index.
+            candidate: candidate index, which determines the split.
+            weight_K: result of `weights`.
+
         Returns:
             The placement and the plan's objective with it, or None if memory or free ranks do not suffice.
         """

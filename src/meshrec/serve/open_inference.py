@@ -107,7 +107,13 @@ def _datatype(kind: str) -> str:
 
 
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """Return the answer to ``GET /v2/models/NAME``, with raw inputs if the model accepts them."""
+    """Return the answer to ``GET /v2/models/NAME``, with raw inputs if the model accepts them.
+
+    Args:
+        name: model name.
+        version: model version.
+        signature: model signature.
+    """
     inputs = (raw_inputs_of(signature) or inputs_of(signature)).items()
     shape = [-1] if signature.outputs == SCORES else [-1, -1]
     return {

@@ -211,6 +211,11 @@ def encoded_request(
 ) -> Request:
     """Convert raw values, as named in the training data, to a request with IDs.
 
+    Args:
+        per_sample: values by column, one per sample.
+        shared: values by column, a single value for all samples.
+        signature: inputs and outputs for a model which accepts raw values.
+
     Raises:
         RequestError: a value has the wrong type, or training would reject it as damaged.
     """
@@ -340,6 +345,11 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
 
 def as_array(data: Any, dtype: "np.dtype[Any]", label: str) -> NDArray[Any]:
     """Convert JSON numbers, or nested lists of them, to an array.
+
+    Args:
+        data: number, or nested list with numbers.
+        dtype: dtype of the array.
+        label: name of the data in errors.
 
     Raises:
         RequestError: a value is not a number, or does not fit ``dtype``.

@@ -164,6 +164,11 @@ async def send_answer(answer: Answer, send: Send) -> None:
 async def receive_body(headers: Headers, receive: Receive, limit: int) -> bytes:
     """Receive a request body from an ASGI receive function.
 
+    Args:
+        headers: request headers with lower-case names.
+        receive: ASGI receive function.
+        limit: maximum size in bytes.
+
     Raises:
         RequestError: the body is compressed, too large, or incomplete.
     """

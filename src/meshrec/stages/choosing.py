@@ -198,6 +198,12 @@ def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits:
 
     If the search proved ``cut`` to be the fastest, the bound is the predicted time of ``cut``. Otherwise, the
     bound assumes that all stages take equally long, but no less than the slowest unit.
+
+    Args:
+        cut: result of `best_cut` for the same arguments.
+        costs: seconds per split (microbatch) for every unit.
+        num_stages: stage count.
+        num_splits: splits per batch.
     """
     # All cuts were visited, so no cut is faster.
     if cut.is_best:

@@ -65,6 +65,14 @@ class DeviceLink(StageLink):
 
         If the destination is a CUDA device, this call only launches the copy. The receiving stage's CUDA
         stream waits for the copy; no thread does.
+
+        Args:
+            value: nested container with the tensors to copy.
+            ready: `ready` result.
+            destination: the receiving stage's device.
+
+        Returns:
+            Function without arguments that the receiving stage calls to get the copy.
         """
         if destination.type != "cuda":
             # The host must not read the copy before the sending kernels have finished.

@@ -152,6 +152,12 @@ def measure_stages(
 
     All stages run at the same time during the measurement, as in training.
 
+    Args:
+        staging: programs of all stages.
+        batch_values: batch values read by stages, by value name.
+        batch: samples in the batch.
+        num_splits: splits per batch.
+
     Returns:
         Cost of every stage, including `EXCHANGE_SECONDS` and the stage's share of the table lookups.
     """
@@ -334,6 +340,11 @@ def step_seconds(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits:
     """Return the predicted seconds per step for a cut, without the time on links between stages.
 
     The formula is at the top of ``choosing.py``.
+
+    Args:
+        costs: seconds per split (microbatch) for every unit.
+        stage_of: stage number for every unit.
+        num_splits: splits per batch.
     """
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]

@@ -199,6 +199,11 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
 
     Values that the nodes read from other nodes become the program's arguments. The program returns the values
     that other nodes read or that the model returns.
+
+    Args:
+        traced: traced model.
+        nodes: nodes of the program, in execution order.
+        final: nodes whose values the model returns.
     """
     members = set(nodes)
     graph = fx.Graph()

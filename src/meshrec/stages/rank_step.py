@@ -284,6 +284,12 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
         [("tables", 3), ("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
          ("agree", 1), ("backward", 2), ("collect", 3)]
 
+    Args:
+        index: number of the stage.
+        num_stages: stage count.
+        num_splits: splits per batch.
+        train: whether there is a backward pass.
+
     Returns:
         Pairs (action, k):
 

@@ -66,6 +66,11 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
     Tensors become views [size, ...] along dimension 0. Tuples, lists, dicts and dataclasses are split item by
     item. Values without samples, such as Python scalars and 0-d tensors, are repeated in every split.
 
+    Args:
+        value: tensor, jagged tensor, or nested container for the whole batch.
+        sizes: samples in every split.
+        where: name for the value in error messages.
+
     Raises:
         ValueError: a tensor has another number of samples than ``sizes`` in total.
     """

@@ -109,7 +109,14 @@ class _Tracer(fx.Tracer):
         return isinstance(m, (*_TABLES, LogitLinear)) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace the submodule ``m``. If tracing fails, add a single node for it instead."""
+        """Trace the submodule ``m``. If tracing fails, add a single node for it instead.
+
+        Args:
+            m: submodule to call.
+            forward: its forward method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         # Attribute proxies become nodes on first use: create them now, outside the part which may be rolled
         # back.
         fx.node.map_aggregate(

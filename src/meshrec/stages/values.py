@@ -107,6 +107,11 @@ class StageValues:
         """Send a value computed by this stage to all other stages which read it.
 
         If the model returns the value, also store it in ``results``.
+
+        Args:
+            name: value name.
+            k: split index.
+            value: the value for the split.
         """
         if name in self._returned:
             self.results[name, k] = value
@@ -124,6 +129,11 @@ class StageValues:
         """Send the gradients for a value back to the stage which computed the value.
 
         Gradients for batch values and for this stage's table lookups are stored instead.
+
+        Args:
+            name: value name.
+            k: split index.
+            gradients: gradient for every leaf of the value.
         """
         if name in self._pieces:
             # The table update runs once, after all splits, so gradients wait here.

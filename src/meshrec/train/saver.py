@@ -126,7 +126,14 @@ class CheckpointSaver:
     def load_matching(
         self, weights: Path, last: Path, *, fresh_tables: Collection[str], tables_only: bool
     ) -> Differences:
-        """Load another run's weights and optimizer state as far as they fit; see `Trainer.warm_start`."""
+        """Load another run's weights and optimizer state as far as they fit.
+
+        Args:
+            weights: checkpoint with the weights.
+            last: checkpoint with the optimizer state.
+            fresh_tables: names of tables that keep their initial values.
+            tables_only: whether all tensors other than tables keep their initial values.
+        """
         options: dict[str, Any] = {
             "fresh_tables": fresh_tables,
             "tables_only": tables_only,

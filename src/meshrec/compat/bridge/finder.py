@@ -93,6 +93,11 @@ class Bridge(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Return the spec of a bridged module, or None for modules outside the bridged packages.
 
+        Args:
+            fullname: dotted module name.
+            path: search path of the parent package.
+            target: ignored.
+
         Raises:
             ImportError: the module has no counterpart in MeshRec.
         """

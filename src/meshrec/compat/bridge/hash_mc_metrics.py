@@ -43,6 +43,15 @@ class ConsoleScalarLoggerBackend(ScalarLoggerBackend):
     def report(
         self, log_message: str, name: str, run_type: str, step: int, rate_metrics: dict[str, float]
     ) -> None:
+        """Log the message.
+
+        Args:
+            log_message: text to log.
+            name: ignored.
+            run_type: ignored.
+            step: ignored.
+            rate_metrics: ignored.
+        """
         self._logger.info(log_message)
 
 

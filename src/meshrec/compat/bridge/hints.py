@@ -19,6 +19,11 @@ MEMORY = {
 def take_hints(owner: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Check the names of options, and log those that have no effect here.
 
+    Args:
+        owner: name of the class that takes the options.
+        options: options from the program.
+        defaults: TorchRec's option names and default values.
+
     Raises:
         TypeError: an option name is unknown.
     """

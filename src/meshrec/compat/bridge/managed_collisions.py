@@ -491,6 +491,12 @@ def bags_by_table(
     A dict has the table name as its only key. The JaggedTensor has the bags of all features of the table. Its
     weights are not per value: they hold the number of IDs per feature, which TorchRec's per-feature policies
     read.
+
+    Args:
+        features: bags in any feature order.
+        feature_names: features in table order.
+        counts: features per table.
+        tables: table names.
     """
     bags: list[dict[str, JaggedTensor]] = []
     for table, part in zip(tables, in_order(features, feature_names).split(counts)):  # noqa: B905
@@ -504,7 +510,13 @@ def bags_by_table(
 def joined_tables(
     features: KeyedJaggedTensor, feature_names: list[str], remapped: list[dict[str, JaggedTensor]]
 ) -> KeyedJaggedTensor:
-    """Combine the remapped bags of all tables into a KeyedJaggedTensor."""
+    """Combine the remapped bags of all tables into a KeyedJaggedTensor.
+
+    Args:
+        features: original bags. The result has their weights.
+        feature_names: features in table order.
+        remapped: for every table, the result of ``remap``.
+    """
     values: list[Tensor] = []
     lengths: list[Tensor] = []
     for of_table in remapped:

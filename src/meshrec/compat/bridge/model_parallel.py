@@ -97,7 +97,13 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         }
 
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Make the dense part data-parallel. Repeated calls do nothing."""
+        """Make the dense part data-parallel. Repeated calls do nothing.
+
+        Args:
+            dmp: model to change.
+            env: ignored; the model knows the ranks.
+            device: ignored; the model knows the device.
+        """
         # Not dmp.init_data_parallel, which would call this method again.
         core.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):

@@ -256,7 +256,13 @@ class DefaultPlannerProvider(PlannerProvider):
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> types.Topology:
-        """Return the topology with the request's ranks and memory."""
+        """Return the topology with the request's ranks and memory.
+
+        Args:
+            sku: not used.
+            request: model and machine.
+            ctx: not used.
+        """
         topology: types.Topology = Topology(
             world_size=request.world_size,
             compute_device=request.compute_device or "cuda",
@@ -288,7 +294,14 @@ class DefaultPlannerProvider(PlannerProvider):
         storage_reservation: FixedPercentageStorageReservation,
         ctx: PlannerSessionContext,
     ) -> EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the request's options."""
+        """Return MeshRec's planner with the request's options.
+
+        Args:
+            sku: not used.
+            topology: machine to plan for.
+            storage_reservation: memory to reserve for other uses than tables.
+            ctx: session with the request.
+        """
         request = ctx.request
         return EmbeddingShardingPlanner(
             topology=topology,
@@ -330,6 +343,13 @@ class DefaultPlannerExecutor(PlannerExecutor):
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
+        """Plan the model in ``ctx.request``. Collective if a group is given.
+
+        Args:
+            sku: kind of machine, stored in the result.
+            ctx: session with the request. The topology, the reservation and the duration are added to it.
+            pg: process group in which all ranks get the same plan; None: plan on this rank.
+        """
         request = ctx.request
         # A function builds the model only now.
         model = request.model if isinstance(request.model, nn.Module) else request.model()

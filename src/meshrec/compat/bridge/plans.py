@@ -142,7 +142,13 @@ def module_to_core(tables: Mapping[str, Any]) -> core.EmbeddingModuleShardingPla
 
 
 def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
-    """Convert MeshRec's plan to TorchRec's form."""
+    """Convert MeshRec's plan to TorchRec's form.
+
+    Args:
+        plan: MeshRec's plan.
+        world_size: number of ranks.
+        local_size: ranks per node.
+    """
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan(
@@ -157,7 +163,13 @@ def from_core(plan: core.ShardingPlan, *, world_size: int, local_size: int) -> S
 
 
 def table_from_core(placed: core.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
-    """Convert a table placement to TorchRec's form."""
+    """Convert a table placement to TorchRec's form.
+
+    Args:
+        placed: MeshRec's placement.
+        world_size: number of ranks.
+        local_size: ranks per node.
+    """
     # TorchRec lists all ranks for a data-parallel table, and no shards.
     if placed.sharding_type is core.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))

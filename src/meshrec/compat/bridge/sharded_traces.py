@@ -78,6 +78,11 @@ class TableProgram:
         """Record the lookup of a feature, and return the torch.fx proxy for the result.
 
         The proxy stands for pooled rows [B, D], or for a row per ID [N, D] without pooling.
+
+        Args:
+            bag: proxy for the feature's bags.
+            pooled: whether to pool.
+            weighted: whether per-sample weights scale the rows.
         """
         pooling = _NONE
         if pooled:
@@ -120,7 +125,14 @@ class TableProgram:
 
 
 def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, weighted: bool) -> KeyedTensor:
-    """Record the lookups of a pooled collection."""
+    """Record the lookups of a pooled collection.
+
+    Args:
+        built: sharded module's parts.
+        configs: table configs.
+        features: proxy for the input.
+        weighted: whether per-sample weights scale the rows.
+    """
     bags, values, dims = features.to_dict(), [], []
     for config in configs:
         table = TableProgram(built, config)
@@ -134,7 +146,14 @@ def record_bags(built: ModuleParts, configs: Sequence[Any], features: Any, *, we
 def record_sequences(
     built: ModuleParts, configs: Sequence[Any], features: Any, *, need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """Record the lookups of a collection without pooling."""
+    """Record the lookups of a collection without pooling.
+
+    Args:
+        built: sharded module's parts.
+        configs: table configs.
+        features: proxy for the input.
+        need_indices: whether outputs have the IDs in ``weights``.
+    """
     bags, result = features.to_dict(), {}
     for config, names in zip(configs, names_by_table(configs), strict=True):
         table = TableProgram(built, config)

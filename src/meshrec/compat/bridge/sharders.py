@@ -54,7 +54,15 @@ class TorchRecSharder:
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """Return the sharded module. Collective."""
+        """Return the sharded module. Collective.
+
+        Args:
+            module: collection.
+            params: module plan of TorchRec or MeshRec.
+            env: ranks or devices (default: all ranks).
+            device: device (default: the process group's).
+            module_fqn: ignored.
+        """
         plan = module_to_core(params)
         return self.sharded_type(module, self.core_sharder(module, plan).built(module, plan, env, device))
 

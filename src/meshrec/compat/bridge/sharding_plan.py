@@ -201,7 +201,16 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> cor
     """Return a generator of column-wise shardings with ``sizes[i]`` columns on rank i."""
 
     def generate(table: str, size: TableSize, ranks: core.WorldShape) -> CoreSharding:
-        """Return a column-wise sharding with ``sizes[i]`` columns on rank i."""
+        """Return a column-wise sharding with ``sizes[i]`` columns on rank i.
+
+        Args:
+            table: ignored.
+            size: table shape.
+            ranks: world shape.
+
+        Raises:
+            ValueError: the sizes do not add up to the embedding dimension.
+        """
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
                 f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}. "

@@ -71,6 +71,17 @@ def jagged_attention_grad(
     """Return the gradients for queries, keys, values, position bias and time bias.
 
     The gradient of a bias that was not given is empty.
+
+    Args:
+        grad_MHV: gradient for the output.
+        out_MHV: output of the forward pass.
+        log_sums_MH: log-sum-exp from the forward pass.
+        query_MHQ: see ``jagged_attention``.
+        key_NHQ: see ``jagged_attention``.
+        value_NHV: see ``jagged_attention``.
+        offsets_B1: see ``jagged_attention``.
+        query_offsets_B1: see ``jagged_attention``.
+        options: see ``jagged_attention``.
     """
     settings = _Options(*options)
     biases = (settings.position_P, settings.time_T)

@@ -42,6 +42,11 @@ class _Launch(NamedTuple):
         The grid is 1-D, with a program per sample, head and token block. ``num_blocks`` is the number of
         blocks per sample. Sample lengths are known only on the GPU, so every sample gets as many blocks as
         the longest possible sample. Surplus programs return at once.
+
+        Args:
+            num_tokens: number of tokens in all samples.
+            num_samples: number of samples.
+            num_heads: number of heads.
         """
         max_tokens = min(self.biases.max_length, num_tokens)
         num_blocks = -(-max_tokens // self.constants["BLOCK"])

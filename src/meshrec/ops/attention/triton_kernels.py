@@ -95,28 +95,65 @@ def _load(tokens, first, positions, stride, width, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_queries(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load queries for a head, [BLOCK, WIDTH]."""
+    """Load queries for a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first query in the sample.
+        positions: query positions within the sample.
+        inside: mask for valid positions.
+        WIDTH: padded query width.
+    """
     rows = tokens.query + head * tokens.query_head
     return _load(rows, first, positions, tokens.query_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
 def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load output gradients for a head, [BLOCK, WIDTH]."""
+    """Load output gradients for a head, [BLOCK, WIDTH].
+
+    Args:
+        grad: output gradient.
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first query in the sample.
+        positions: query positions within the sample.
+        inside: mask for valid positions.
+        WIDTH: padded value width.
+    """
     width = tokens.value_width
     return _load(grad + head * width, first, positions, tokens.num_heads * width, width, inside, WIDTH)
 
 
 @triton.jit
 def load_keys(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load keys for a head, [BLOCK, WIDTH]."""
+    """Load keys for a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first token in the sample.
+        positions: token positions within the sample.
+        inside: mask for valid positions.
+        WIDTH: padded query width.
+    """
     rows = tokens.key + head * tokens.key_head
     return _load(rows, first, positions, tokens.key_stride, tokens.query_width, inside, WIDTH)
 
 
 @triton.jit
 def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
-    """Load values for a head, [BLOCK, WIDTH]."""
+    """Load values for a head, [BLOCK, WIDTH].
+
+    Args:
+        tokens: `AttentionTokens`.
+        head: head number.
+        first: first token in the sample.
+        positions: token positions within the sample.
+        inside: mask for valid positions.
+        WIDTH: padded value width.
+    """
     rows = tokens.value + head * tokens.value_head
     return _load(rows, first, positions, tokens.value_stride, tokens.value_width, inside, WIDTH)
 
@@ -139,6 +176,13 @@ def query_times(biases, first, row, is_row, history):
 
     A history token uses the timestamp of the next token in the sample. The last history token and the targets
     use their own timestamps. Without a time bias, the result is meaningless and not used.
+
+    Args:
+        biases: `AttentionBiases`.
+        first: first token in the sample.
+        row: query positions within the sample.
+        is_row: mask for valid rows.
+        history: sample length without targets.
     """
     # A placeholder of the right type, which is not read without a time bias.
     times = row.to(tl.int64)
@@ -181,6 +225,19 @@ def tile_bias_and_mask(
 
     All heads share them. The mask is that of ``naive.attention_mask``, and also false where a query or a key
     does not exist.
+
+    Args:
+        biases: `AttentionBiases`.
+        first: first token in the sample.
+        length: sample length.
+        history: sample length without targets.
+        row: query positions within the sample.
+        is_row: mask for valid rows.
+        times: query timestamps.
+        column: key positions within the sample.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
     """
     # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
@@ -248,6 +305,16 @@ def key_blocks(
     - Number of blocks in the first two ranges together.
     - Start of the third range.
     - Number of blocks in all ranges.
+
+    Args:
+        start: first query position within the sample.
+        end: end position.
+        length: sample length.
+        history: sample length without targets.
+        CAUSAL: see `Mask`.
+        WINDOW: see `Mask`.
+        CONTEXTUAL: see `Mask`.
+        BLOCK: tokens per block.
     """
     # Key positions [low, high) that the mask allows for these queries, apart from targets.
     low = 0

@@ -62,6 +62,11 @@ def pack_ids(ids: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 def unpack_sorted_ids(message: Tensor, counts: list[int], wide: bool) -> Tensor:
     """Decode a message from ``pack_ids``, and return the IDs run by run.
 
+    Args:
+        message: uint8.
+        counts: ID count per run.
+        wide: return int64 instead of int32.
+
     Raises:
         ValueError: the message is too short or too long for the ID counts, or a bit width is above 63.
     """

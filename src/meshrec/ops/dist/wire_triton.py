@@ -29,7 +29,20 @@ def wire_encode(
     keys: Tensor | None,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Encode rows like ``naive.wire_encode``, with a kernel launch per column."""
+    """Encode rows like ``naive.wire_encode``, with a kernel launch per column.
+
+    Args:
+        values: see ``naive.wire_encode``.
+        row_counts: see ``naive.wire_encode``.
+        first_columns: see ``naive.wire_encode``.
+        widths: see ``naive.wire_encode``.
+        formats: see ``naive.wire_encode``.
+        seeds: see ``naive.wire_encode``.
+        table_columns: see ``naive.wire_encode``.
+        first_keys: see ``naive.wire_encode``.
+        keys: see ``naive.wire_encode``.
+        step: see ``naive.wire_encode``.
+    """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
     # Only stochastic rounding reads these.
@@ -75,7 +88,15 @@ def wire_encode(
 def wire_decode(
     message: Tensor, row_counts: list[int], first_columns: list[int], widths: list[int], formats: list[int]
 ) -> Tensor:
-    """Decode rows like ``naive.wire_decode``, with a kernel launch per column."""
+    """Decode rows like ``naive.wire_decode``, with a kernel launch per column.
+
+    Args:
+        message: see ``naive.wire_decode``.
+        row_counts: see ``naive.wire_decode``.
+        first_columns: see ``naive.wire_decode``.
+        widths: see ``naive.wire_decode``.
+        formats: see ``naive.wire_decode``.
+    """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
     blocks = list(naive.block_ranges(row_counts, first_columns, widths, formats))

@@ -63,7 +63,13 @@ def _invert_xorshift(mixed: Tensor, by: int) -> Tensor:
 
 
 def index_mix(ids_N: Tensor, seed: int, inverse: bool) -> Tensor:
-    """Return ``mix(ids_N, seed)``, or with ``inverse``, ``unmix(ids_N, seed)``. Reference for the kernel."""
+    """Return ``mix(ids_N, seed)``, or with ``inverse``, ``unmix(ids_N, seed)``. Reference for the kernel.
+
+    Args:
+        ids_N: int64.
+        seed: any int64.
+        inverse: whether ``ids_N`` are keys to map back to IDs.
+    """
     return unmix(ids_N, seed) if inverse else mix(ids_N, seed)
 
 
@@ -82,6 +88,11 @@ def index_find(memory: list[Tensor], ids_N: Tensor, seed: int) -> Tensor:
     """Return the slot for each ID, searched in the memory of a compiled index; -1 for an ID without a slot.
 
     [Note: the hash index] in csrc/index/shard.h describes the memory layout.
+
+    Args:
+        memory: header, buckets, tags and free slots.
+        ids_N: int64.
+        seed: index seed.
     """
     header, buckets = memory[0], memory[1].flatten()
     shard_bits, room = int(header[3]), int(header[4])

@@ -191,7 +191,13 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values."""
+    """Raise ValueError unless ``rows`` has the dtype and length for quantized rows with ``dim`` values.
+
+    Args:
+        rows: tensor to check.
+        bits: bits per code.
+        dim: values per row.
+    """
     _check_bits(bits)
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes(dim, bits):
         raise ValueError(

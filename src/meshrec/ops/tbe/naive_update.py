@@ -95,6 +95,11 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     bf16 drops the low 16 bits of an fp32 value: add 16 random bits to them, then truncate. fp16 drops 13 bits
     and works likewise, for magnitudes from 2^-14 to 65504 (normal numbers). All other values (fp16
     subnormals, overflow, inf, NaN) are rounded to nearest.
+
+    Args:
+        x: fp32.
+        dtype: bf16 or fp16.
+        bits: 16 random bits per element, int64.
     """
     # The fp32 bit patterns as unsigned integers in int64.
     raw = x.view(torch.int32).long() & 0xFFFFFFFF

@@ -135,6 +135,12 @@ class RowRegions(StoredRows):
 
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
         """Read rows to slots in memory. Rows in regions not in the file get their initial values.
+
+        Args:
+            keys: row keys, ascending, int64 [N].
+            parts: memory to fill, one tensor per row part, indexed by slot.
+            slots: slot for the row under each key, int64 [N].
+
         Raises:
             RowFileError: a record is damaged, or the disk fails.
         """

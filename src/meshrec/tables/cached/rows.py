@@ -90,6 +90,12 @@ class FileBackedRows(ExternalRows, DenseRows):
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
         """Create the ``FileTable`` for a part of the table (a rectangle), with a new file.
+
+        Args:
+            rectangle: row and column intervals of this part.
+            spec: optimizer; None: no optimizer state.
+            device: module device, which must be the CPU; None is the CPU.
+
         Raises:
             ValueError: the device is not the CPU.
             RowFileError: the file cannot be created.

@@ -43,6 +43,13 @@ class DenseRows:
         return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """Allocate uninitialized row memory [num_rows, columns].
+
+        Args:
+            num_rows: row count.
+            columns: elements per row.
+            device: memory device.
+        """
         return empty_pages((num_rows, columns), self.dtype, device)
 
     def index(self, first_row: int, num_rows: int) -> Index | None:
@@ -56,6 +63,14 @@ class DenseRows:
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
         # Quantised rows are read-only, and have no optimizer state.
+        """Create initial optimizer state: per state slot an fp32 tensor, [num_rows] or [num_rows, dim].
+
+        Args:
+            spec: optimizer; None: no optimizer state.
+            num_rows: row count.
+            dim: values per row.
+            device: memory device.
+        """
         assert spec is None or self.is_trainable
         # Huge pages where the system has them, as for the rows: kernels read state at random positions.
         return [

@@ -451,7 +451,14 @@ class HashedRows(ExternalRows):
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        """Create initial optimizer state; see ``DenseRows.new_state``."""
+        """Create initial optimizer state; see ``DenseRows.new_state``.
+
+        Args:
+            spec: optimizer; None: no state.
+            num_rows: row count.
+            dim: values per row.
+            device: memory device.
+        """
         return self.row_format.new_state(spec, num_rows, dim, device)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
@@ -464,6 +471,12 @@ class HashedRows(ExternalRows):
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
         """Create an empty table for a rectangle.
+
+        Args:
+            rectangle: key and column intervals.
+            spec: optimizer; None: no optimizer state.
+            device: module device, CPU or ``meta``. The rows are on the CPU in both cases.
+
         Raises:
             ValueError: the device is a GPU.
         """

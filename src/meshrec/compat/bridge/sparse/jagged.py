@@ -113,6 +113,14 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
+        """Construct a JaggedTensor without checks.
+
+        Args:
+            values: concatenated bags [N, ...].
+            weights: weight per value [N, ...], or None.
+            lengths: values per bag [B], or None.
+            offsets: bag boundaries [B + 1], or None.
+        """
         jt = JaggedTensor.__new__(JaggedTensor)
         vars(jt).update(_values=values, _weights=weights, _lengths=lengths, _offsets=offsets)
         return jt
@@ -125,6 +133,15 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
+        """Return a JaggedTensor without bags.
+
+        Args:
+            is_weighted: whether it has weights.
+            device: device.
+            values_dtype: dtype of the values (default: torch's default dtype).
+            weights_dtype: dtype of the weights (default: torch's default dtype).
+            lengths_dtype: dtype of lengths and offsets.
+        """
         return JaggedTensor(
             values=torch.empty(0, dtype=values_dtype, device=device),
             weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
@@ -163,6 +180,13 @@ class JaggedTensor(JaggedParts, core.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
+        """Construct a JaggedTensor from a padded tensor.
+
+        Args:
+            values: padded values [B, T, ...].
+            lengths: entries to take per row [B].
+            weights: padded weights [B, T, ...], or None.
+        """
         counts = counting(values, lengths)
         return JaggedTensor(
             values=values[counts], weights=masked(weights, counts), lengths=lengths, offsets=None

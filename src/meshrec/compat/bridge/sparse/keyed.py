@@ -43,6 +43,14 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
         # Without calling __init__, which checks sizes.
+        """Construct a KeyedTensor without checks.
+
+        Args:
+            keys: names of the slices.
+            length_per_key: size per slice along ``key_dim``.
+            values: concatenated slices.
+            key_dim: dimension of concatenation.
+        """
         kt = KeyedTensor.__new__(KeyedTensor)
         vars(kt).update(
             _keys=keys,
@@ -58,6 +66,14 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
+        """Concatenate a list with a tensor per key into a KeyedTensor.
+
+        Args:
+            keys: tensor names.
+            tensors: tensors to concatenate.
+            key_dim: dimension to split when a key is read.
+            cat_dim: dimension to concatenate along. Must equal ``key_dim`` if there are several tensors.
+        """
         return KeyedTensor(
             keys=keys,
             length_per_key=[tensor.size(key_dim) for tensor in tensors],
@@ -120,6 +136,13 @@ class KeyedTensor(core.KeyedTensor, metaclass=Kind):
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
+        """Return the tensors from ``regroup`` by group name.
+
+        Args:
+            keyed_tensors: inputs.
+            groups: keys per group.
+            keys: group names.
+        """
         assert len(groups) == len(keys), "each group needs a key"
         tensors = regrouped(keyed_tensors, groups)
         result: dict[str, Tensor] = {}
@@ -163,7 +186,15 @@ def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list
 def regrouped_values(
     values: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]], dim: int
 ) -> list[Tensor]:
-    """Return a tensor per group, concatenated from the inputs' slices."""
+    """Return a tensor per group, concatenated from the inputs' slices.
+
+    Args:
+        values: inputs.
+        keys: slice names per input.
+        lengths: slice sizes per input.
+        groups: keys per group.
+        dim: dimension to split and concatenate along.
+    """
     # If several inputs have a key, the last one counts.
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):

@@ -98,6 +98,15 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
+        """Return a KeyedJaggedTensor without keys.
+
+        Args:
+            is_weighted: whether it has weights.
+            device: device.
+            values_dtype: dtype of the values (default: torch's default dtype).
+            weights_dtype: dtype of the weights (default: torch's default dtype).
+            lengths_dtype: dtype of the lengths.
+        """
         values = torch.empty(0, dtype=values_dtype, device=device)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
@@ -117,6 +126,19 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         length_per_key: list[int] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
+        """Construct a KeyedJaggedTensor without checks.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            weights: weight per value, or None.
+            lengths: bag lengths, key-major, or None.
+            offsets: bag boundaries, or None.
+            stride: bags per key.
+            strides: ``stride_per_key_per_rank``, if keys differ in batch size.
+            length_per_key: value count per key, if known on the host.
+            inverse_indices: keys and bag index per key and sample [K, B].
+        """
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         if isinstance(strides, list):
             strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
@@ -180,6 +202,17 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
+        """Construct a KeyedJaggedTensor from offsets, and read all host-side counts at once; see ``sync``.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            offsets: bag boundaries, key-major.
+            weights: weight per value.
+            stride: bags per key.
+            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
+            inverse_indices: keys and bag index per key and sample [K, B].
+        """
         return KeyedJaggedTensor._build(
             keys, values, weights, None, offsets, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
@@ -194,6 +227,17 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
+        """Construct a KeyedJaggedTensor from lengths, and read all host-side counts at once; see ``sync``.
+
+        Args:
+            keys: feature names.
+            values: values [N, ...], key-major.
+            lengths: bag lengths, key-major.
+            weights: weight per value.
+            stride: bags per key.
+            stride_per_key_per_rank: bags per key and source rank, if keys differ in batch size.
+            inverse_indices: keys and bag index per key and sample [K, B].
+        """
         return KeyedJaggedTensor._build(
             keys, values, weights, lengths, None, stride, stride_per_key_per_rank, None, inverse_indices
         ).sync()
@@ -367,6 +411,13 @@ class KeyedJaggedTensor(KeyedParts, JaggedParts, core.KeyedJaggedTensor, metacla
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
+        """Return a copy on another device.
+
+        Args:
+            device: target device.
+            non_blocking: whether copies may be asynchronous.
+            dtype: dtype for the weights; None: unchanged.
+        """
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse_indices
         if inverse is not None:

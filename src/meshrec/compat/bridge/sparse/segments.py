@@ -59,7 +59,13 @@ def sums_of(counts: list[int], groups: list[int]) -> list[int]:
 
 
 def reordered(order: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Permute variable-length segments. Differentiable."""
+    """Permute variable-length segments. Differentiable.
+
+    Args:
+        order: segment permutation.
+        counts: rows per segment.
+        rows: concatenated segments.
+    """
     segments = order.long()
     starts, sizes = to_offsets(counts.long())[:-1][segments], counts.long()[segments]
     ends = to_offsets(sizes)
