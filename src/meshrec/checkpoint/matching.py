@@ -196,7 +196,7 @@ def _fitting_state(
 def _finish_state(
     optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]], names: Collection[str]
 ) -> None:
-    """Load the values of optimizer state that are no tensors, and call the optimizer's ``load_state_dict``.
+    """Load the non-tensor values of optimizer state, and call the optimizer's ``load_state_dict``.
 
     Args:
         optimizer: optimizer whose tensors have been filled.

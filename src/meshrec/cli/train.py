@@ -241,7 +241,7 @@ def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
 
 
 def _find_warm_start(options: TrainOptions, resumed: RunFolder | None) -> RunFolder | None:
-    """Return the run from whose weights to start: --from, or the one of the resumed run; None without one."""
+    """Return the run that provides the initial weights: --from, or that of the resumed run, if any."""
     earlier = _read_config(resumed).get("warm_start")
     if options.from_ is None:
         return None if earlier is None else RunFolder(Path(earlier["folder"]))

@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
     positions: list[FilePosition]
     """Position after each step."""
     has_ended: bool = False
-    """Whether there are no further steps."""
+    """Whether following has ended. Then the plan has no steps."""
 
 
 class Follow:
@@ -93,7 +93,7 @@ class Follow:
         set_aside: folder that receives omitted rows as JSON lines, a file per rank, with file name and row
             number, and the names of late files. After a resume, rows may be listed again. None: they are
             only counted.
-        poll_seconds: seconds between listings of the folder while there are no new rows.
+        poll_seconds: seconds between listings of the folder while it has all been read.
         broken_seconds: seconds after which a file that stays incomplete counts as damaged.
 
     Attributes:

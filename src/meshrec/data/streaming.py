@@ -283,7 +283,7 @@ class StreamReader(Reader):
 
 @contextmanager
 def background_thread() -> Iterator[ThreadPoolExecutor]:
-    """Run a background thread, which drops what it has not begun when the context ends."""
+    """Run a background thread. When the context ends, tasks that have not started are cancelled."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="meshrec-reader")
     try:
         yield thread

@@ -31,7 +31,7 @@ from meshrec.train.run_folder import RunFolder
 
 # Users scored at once, per rank.
 _USERS_PER_BATCH = 512
-# Items whose similarities to all other items are computed at a time.
+# Items compared with all other items at a time.
 _ITEMS_PER_BLOCK = 256
 
 

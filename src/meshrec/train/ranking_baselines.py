@@ -363,14 +363,14 @@ def _largest_in_rows(matrix: Any, num: int) -> Any:
     from scipy import sparse
 
     matrix = matrix.tocsr()
-    kept = np.ones(matrix.nnz, bool)
+    is_largest = np.ones(matrix.nnz, bool)
     for row in np.flatnonzero(np.diff(matrix.indptr) > num):
         entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
         values = matrix.data[entries]
-        kept[entries] = values >= np.partition(values, -num)[-num]
+        is_largest[entries] = values >= np.partition(values, -num)[-num]
     rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    pairs = rows[kept], matrix.indices[kept]
-    return sparse.csr_matrix((matrix.data[kept], pairs), shape=matrix.shape)
+    pairs = rows[is_largest], matrix.indices[is_largest]
+    return sparse.csr_matrix((matrix.data[is_largest], pairs), shape=matrix.shape)
 
 
 def _transition_counts(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:

@@ -285,7 +285,7 @@ class Vocabulary(IdFeature):
 
 
 _CACHES = ("_index", "_integer_rows", "_dictionary_tables")
-"""Attributes of `Vocabulary` that are no fields."""
+"""Cached attributes of `Vocabulary`, which are not fields."""
 _MAX_CACHED, _MAX_CACHED_BYTES = 64, 1 << 14
 """Cached dictionaries per feature, and their maximum size: 2 MiB with their rows."""
 

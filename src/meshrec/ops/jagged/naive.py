@@ -206,8 +206,8 @@ def concat_samples(
         - Fields, [B, ...] each.
 
     Raises:
-        ValueError: there is no key or piece, an argument has another type or size, or a range is outside its
-            piece.
+        ValueError: keys or pieces are missing, an argument has another type or size, or a range is outside
+            its piece.
     """
     op, num = "concat_samples", len(starts)
     sizes = [len(argument) for argument in (stops, values, offsets, weights or values)]
@@ -350,14 +350,14 @@ def _fake_concat_samples(
     num_keys: int,
     fields: list[Tensor],
     values: list[Tensor],
-    *others: Any,
+    *offsets_and_weights: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the result shapes of ``concat_samples``, for tracing."""
     num, num_values = sum(stops) - sum(starts), torch.library.get_ctx().new_dynamic_size()
     return (
         values[0].new_empty(num_values),
         values[0].new_empty(num_keys * num),
-        values[0].new_empty(num_values if others[-1] else 0, dtype=torch.float32),
+        values[0].new_empty(num_values if offsets_and_weights[-1] else 0, dtype=torch.float32),
         values[0].new_empty(num_keys),
         [field.new_empty(num, *field.shape[1:]) for field in fields[:: len(starts)]],
     )
