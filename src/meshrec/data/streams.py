@@ -1,0 +1,60 @@
+"""Unbounded data: records that arrive while a model trains on them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from meshrec.comms.mesh import Axis
+from meshrec.data.batch import Batch
+from meshrec.data.faults import Faults
+
+Position = dict[str, Any]
+"""Position in a stream: plain values, which a checkpoint and a JSON file can have."""
+
+
+class Burst(NamedTuple):
+    """Steps for which all records have arrived."""
+
+    positions: list[Position]
+    """Position after each step: all records before it are consumed."""
+    batches: Iterator[Batch]
+    """This rank's batches, one per step. Each has ``times``."""
+
+
+class Stream(ABC):
+    """Records that arrive while a model trains on them, in batches for all ranks.
+
+    With W ranks and B samples per batch, a step takes W * B records, and every rank an equal, consecutive
+    part of them. The position after a step and the position before it determine which records the step has.
+
+    Attributes:
+        faults: counts of records that were left out on this rank, by reason.
+    """
+
+    faults: Faults
+
+    @abstractmethod
+    def bursts(
+        self,
+        batch_size: int,
+        *,
+        position: Position | None = None,
+        axis: Axis = Axis(),  # noqa: B008 - immutable
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Burst]:
+        """Yield the steps for which all records have arrived. Collective: all ranks iterate together.
+
+        The iterator waits for more records. It exchanges messages between ranks, so iterate on the thread
+        that trains, and exhaust the batches of a burst before the next one.
+
+        Args:
+            batch_size: samples per batch and rank, including damaged records.
+            position: position after the last consumed step, such as that of a checkpoint; None: the start.
+            axis: the ranks.
+            stop: called on rank 0 when there are not enough records for a step. True ends the iterator on all
+                ranks.
+
+        Raises:
+            DataError: a record that this rank reads is damaged, or records after ``position`` are gone.
+            ValueError: ``batch_size`` is below 1.
+        """
