@@ -345,7 +345,7 @@ def count_calls(sequence):
         # Translating an operator's errors takes 0.1 us.
         return [call for call in calls if call != "with_translated_errors.<locals>.call"]
 
-    # The fewest of ten: a slow peer adds checks of its state, and unread messages of earlier tests are skipped.
+    # The fewest of ten: a slow peer adds checks, and unread messages of earlier tests are skipped.
     return min((calls_of_a_forward() for _ in range(10)), key=len)
 
 
