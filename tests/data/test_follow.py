@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshrec.checkpoint import CheckpointManager
 from meshrec.comms.mesh import Axis, default_env
 from meshrec.data import DataError, FilePosition, Follow
-from meshrec.data.features import Features, Integer, Label, Number
+from meshrec.data.features import Features, Integer, Label, Number, TimedFeatures
 
 NUM = 10_000
 FEATURES = Features(
@@ -54,17 +54,24 @@ def follow(folder, **options):
     return Follow(folder, FEATURES, poll_seconds=0.001, **options)
 
 
-def read(folder, batch_size, *, axis=None, position=FilePosition(), stop=lambda: True, **options):  # noqa: B008
+def steps(source, batch_size, **options):
+    """Yield the batches of all bursts, and the position after each."""
+    for burst in source.bursts(batch_size, **options):
+        yield from zip(burst.batches, burst.positions, strict=True)
+
+
+def read(folder, batch_size, *, axis=None, position=None, stop=lambda: True, **options):
     """Return the IDs of every batch, and the position after it."""
-    batches = follow(folder, **options).batches(batch_size, position=position, axis=axis or Axis(), stop=stop)
-    return [(batch.sparse.values().tolist(), place) for batch, place in batches]
+    source = follow(folder, **options)
+    batches = steps(source, batch_size, position=position, axis=axis or Axis(), stop=stop)
+    return [(batch.sparse.values().tolist(), after) for batch, after in batches]
 
 
 def test_rows_come_in_order_and_continue_at_any_position(tmp_path):
     write_all(tmp_path)
     found = read(tmp_path, 3)
     assert [ids for ids, _ in found] == [list(range(n, n + 3)) for n in range(0, 39, 3)]
-    assert found[3][1][:3] == ("b.arrow", 2, 3)
+    assert [found[3][1][name] for name in ("file", "row", "num_rows")] == ["b.arrow", 2, 3]
     for number, (_, position) in enumerate(found):
         assert read(tmp_path, 3, position=position) == found[number + 1 :]
         # The last row waits for two more.
@@ -80,7 +87,7 @@ def read_on_ranks(folder, batch_size, position):
 def test_ranks_share_the_rows_of_a_step(ranks, tmp_path):
     write_all(tmp_path)
     expected = read(tmp_path, 8)
-    first, second = ranks(2).run(read_on_ranks, tmp_path, 4, FilePosition())
+    first, second = ranks(2).run(read_on_ranks, tmp_path, 4, None)
     assert [a + b for (a, _), (b, _) in zip(first, second, strict=True)] == [ids for ids, _ in expected]
     assert [place for _, place in first] == [place for _, place in second] == [place for _, place in expected]
     position = expected[2][1]
@@ -90,7 +97,7 @@ def test_ranks_share_the_rows_of_a_step(ranks, tmp_path):
 
 def skip_on_ranks(folder, aside):
     source = follow(folder, on_error="skip", set_aside=aside)
-    batches = source.batches(2, axis=default_env().world, stop=lambda: True)
+    batches = steps(source, 2, axis=default_env().world, stop=lambda: True)
     return [batch.sparse.values().tolist() for batch, _ in batches], [*source.faults.skipped]
 
 
@@ -129,6 +136,50 @@ def test_files_are_read_when_they_are_complete(tmp_path):
     assert [ids for ids, _ in read(folder, 12, stop=stop)] == [list(range(12))]
 
 
+def test_a_burst_has_the_steps_whose_rows_exist_and_none_while_it_waits(tmp_path):
+    write(tmp_path, "a.parquet", rows(0, 11))
+    calls = []
+
+    def stop():
+        if len(calls) == 1:
+            write(tmp_path, "b.parquet", rows(11, 12))
+        calls.append(None)
+        return len(calls) > 2
+
+    bursts = follow(tmp_path).bursts(4, stop=stop)
+    found = [[batch.sparse.values().tolist() for batch in burst.batches] for burst in bursts]
+    assert found == [[[0, 1, 2, 3], [4, 5, 6, 7]], [], [], [[8, 9, 10, 11]]]
+
+
+def test_events_have_the_time_of_a_column_or_of_their_file(tmp_path):
+    seconds = 1.7e9 + np.arange(9)
+    write(tmp_path, "a.parquet", rows(0, 9, ts=seconds))
+    os.utime(tmp_path / "a.parquet", ns=(0, 5_000_000))
+    found = [batch.times.tolist() for batch, _ in steps(follow(tmp_path), 3, stop=lambda: True)]
+    assert found == [[5_000] * 3] * 3
+    timed = Follow(tmp_path, TimedFeatures(FEATURES, "ts"))
+    found = [batch.times for batch, _ in steps(timed, 4, stop=lambda: True)]
+    assert torch.cat(found).tolist() == (1e6 * seconds[:8]).astype(int).tolist()
+
+
+@pytest.mark.parametrize("bad", [None, "soon"])
+def test_an_event_without_a_time_is_damaged(tmp_path, bad):
+    write(tmp_path, "a.parquet", rows(0, 3, ts=["2026-01-01T00:00:01", bad, "2026-01-01T00:00:03"]))
+    features = TimedFeatures(FEATURES, "ts")
+    with pytest.raises(DataError, match="'ts': row 1"):
+        next(steps(Follow(tmp_path, features), 3, stop=lambda: True))
+    source = Follow(tmp_path, features, on_error="skip")
+    ((batch, _),) = steps(source, 3, stop=lambda: True)
+    assert batch.sparse.values().tolist() == [0, 2]
+    assert batch.times.diff().tolist() == [2_000_000]
+
+
+def test_a_missing_time_column_is_an_error(tmp_path):
+    write(tmp_path, "a.parquet", rows(0, 3))
+    with pytest.raises(DataError, match="'when'"):
+        next(steps(Follow(tmp_path, TimedFeatures(FEATURES, "when")), 3, stop=lambda: True))
+
+
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_store_is_followed_too(tmp_path, scheme):
     write_all(tmp_path)
@@ -148,7 +199,7 @@ def test_a_folder_may_be_relative_to_the_working_folder(tmp_path, monkeypatch):
 def test_a_file_that_changed_or_vanished_is_an_error(tmp_path):
     write_all(tmp_path)
     position = read(tmp_path, 4)[4][1]
-    assert position.file == "d.parquet"
+    assert position["file"] == "d.parquet"
     (tmp_path / "a.parquet").unlink()  # consumed: it may go
     assert len(read(tmp_path, 4, position=position)) == 5
     write(tmp_path, "d.parquet", rows(13, 34))
@@ -173,7 +224,7 @@ def test_late_files_are_counted_and_named(tmp_path):
         return len(calls) > 2
 
     source = follow(folder, set_aside=aside)
-    found = [batch.sparse.values().tolist() for batch, _ in source.batches(3, stop=stop)]
+    found = [batch.sparse.values().tolist() for batch, _ in steps(source, 3, stop=stop)]
     assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     ((message, num),) = source.faults.skipped.items()
     assert num == 5
@@ -192,7 +243,7 @@ def test_damaged_rows_are_counted_and_kept_aside(tmp_path):
     with pytest.raises(DataError, match="'x': row 2"):
         read(folder, 3)
     source = follow(folder, on_error="skip", set_aside=aside)
-    found = [batch.sparse.values().tolist() for batch, _ in source.batches(3, stop=lambda: True)]
+    found = [batch.sparse.values().tolist() for batch, _ in steps(source, 3, stop=lambda: True)]
     assert found == [[0, 1], [3, 4, 5], [6, 8]]
     assert sum(source.faults.skipped.values()) == 2
     lines = [json.loads(line) for line in (aside / "rank0.jsonl").read_text().splitlines()]
@@ -216,7 +267,7 @@ def test_damaged_files_are_left_out(tmp_path):
     with pytest.raises(DataError, match=r"b\.parquet"):
         read(tmp_path, 3, stop=stop, broken_seconds=1e-6)
     source = follow(tmp_path, on_error="skip", broken_seconds=1e-6)
-    found = [batch.sparse.values().tolist() for batch, _ in source.batches(3, stop=stop)]
+    found = [batch.sparse.values().tolist() for batch, _ in steps(source, 3, stop=stop)]
     assert found == [[0, 1, 2], [6, 7, 8]]
     assert len(source.faults.skipped) == 2
 
@@ -244,7 +295,7 @@ def test_options_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet is a file"):
         Follow(file, FEATURES)
     with pytest.raises(ValueError, match="got 0"):
-        next(follow(tmp_path).batches(0))
+        next(follow(tmp_path).bursts(0))
 
 
 class Counts(torch.nn.Module):
@@ -259,13 +310,12 @@ class Counts(torch.nn.Module):
 def train(folder, out, batch_size, kill_at=None):
     """Train until the folder has no more rows; with a checkpoint every third step."""
     axis = default_env().world if dist.is_initialized() else Axis()
-    model, state = Counts(), {"position": tuple(FilePosition())}
+    model, state = Counts(), {"position": FilePosition()._asdict()}
     state["model"] = model
     manager = CheckpointManager(out)
     manager.load_latest(state)
-    batches = follow(folder).batches(
-        batch_size, position=FilePosition(*state["position"]), axis=axis, stop=lambda: True
-    )
+    source = follow(folder)
+    batches = steps(source, batch_size, position=state["position"], axis=axis, stop=lambda: True)
     for step, (batch, position) in enumerate(batches, int(model.seen.sum()) // (batch_size * axis.size) + 1):
         step_seen = torch.zeros(NUM).index_put_((batch.sparse.values(),), torch.ones(()), accumulate=True)
         if axis.size > 1:
@@ -275,7 +325,7 @@ def train(folder, out, batch_size, kill_at=None):
             model.weight += model.weight * 0.5 + (step_seen * torch.arange(NUM)).sum()
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        state["position"] = tuple(position)
+        state["position"] = position
         if step % 3 == 0:
             manager.save(step, state)
     return model.state_dict()

@@ -26,6 +26,8 @@ class Batch:
     """Row number in the data per sample, [B] int64, always on the CPU; see `meshrec.data.Reader.files`."""
     weights: Tensor | None = None
     """Loss weight per sample, [B] float32; None: all 1."""
+    times: Tensor | None = None
+    """Event time per sample in microseconds since 1970, [B] int64, always on the CPU; None: unknown."""
 
     @property
     def dense_features(self) -> Tensor:
@@ -43,7 +45,7 @@ class Batch:
     def padded(self, size: int) -> "Batch":
         """Return the batch padded to ``size`` samples, with dense values 0, empty bags and NaN labels.
 
-        ``rows`` keeps its length, the number of real samples.
+        ``rows`` and ``times`` keep their length, the number of real samples.
         """
         num_padding = size - len(self)
         if num_padding <= 0:
@@ -67,6 +69,7 @@ class Batch:
             ),
             self.rows,
             None if self.weights is None else torch.nn.functional.pad(self.weights, (0, num_padding)),
+            self.times,
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
@@ -76,7 +79,7 @@ class Batch:
             device: target device.
             non_blocking: do not wait for copies from pinned memory.
         """
-        # Row numbers are not compared: they stay on the CPU.
+        # Row numbers and times are not compared: they stay on the CPU.
         if self.dense.device == self.labels.device == self.sparse.device() == device:
             return self
         return Batch(
@@ -85,14 +88,19 @@ class Batch:
             self.labels.to(device, non_blocking=non_blocking),
             self.rows,
             None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+            self.times,
         )
 
     def pin_memory(self) -> "Batch":
         """Copy the batch to pinned host memory, for non-blocking copies to a GPU."""
-        # Row numbers are not pinned, because they are never copied to a GPU.
-        weights = None if self.weights is None else self.weights.pin_memory()
+        # Row numbers and times are not pinned, because they are never copied to a GPU.
         return Batch(
-            self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows, weights
+            self.dense.pin_memory(),
+            self.sparse.pin_memory(),
+            self.labels.pin_memory(),
+            self.rows,
+            None if self.weights is None else self.weights.pin_memory(),
+            self.times,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:

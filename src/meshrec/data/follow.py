@@ -35,8 +35,9 @@ from meshrec.data.locations import File, is_address, list_files, opened, suffix_
 from meshrec.data.order import LanePart
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import PermutedSamples, Samples, to_batch, void_samples
-from meshrec.data.stores import StoreError, version_of
+from meshrec.data.stores import StoreError, modification_time_of, version_of
 from meshrec.data.streaming import Lane, background_thread
+from meshrec.data.streams import Burst, Position, Stream
 from meshrec.data.tables import ArrowSource
 
 _log = logging.getLogger(__name__)
@@ -51,10 +52,7 @@ _MAX_STEPS = 64
 
 
 class FilePosition(NamedTuple):
-    """Position in a followed folder: the first row that is not consumed.
-
-    All values are plain, so a checkpoint may have the position: ``save(path, {"position": position, ...})``.
-    """
+    """Position in a followed folder: the first row that is not consumed."""
 
     file: str = ""
     """Name of the file in the folder. All rows of files with smaller names are consumed."""
@@ -64,6 +62,9 @@ class FilePosition(NamedTuple):
     """Number of rows in the file."""
     version: str = ""
     """Version of the file, which must not change."""
+    time: int = 0
+    """Event time of rows without one, in microseconds since 1970: the file's modification time, or if the
+    store has none, the time at which the file was listed."""
 
 
 class _Plan(NamedTuple):
@@ -77,12 +78,13 @@ class _Plan(NamedTuple):
     """Whether following has ended. Then the plan has no steps."""
 
 
-class Follow:
+class Follow(Stream):
     """Rows of a growing folder of Parquet or Arrow IPC files, in batches for all ranks.
 
     Files are consumed in the order of their names, so writers name them by time or number. A file must not
     change after it got its name: write it under a name that starts with ``.`` or ``_``, and rename it. A
-    file without a complete footer is not read, and the files after it wait for it.
+    file without a complete footer is not read, and the files after it wait for it. If ``features`` do not
+    read event times (`meshrec.data.features.TimedFeatures`), events have the modification time of the file.
 
     See [Note: positions in a followed folder].
 
@@ -115,8 +117,9 @@ class Follow:
         pq.write_table(table, "events/0001.parquet")
         user = Hashed(name="user", num_embeddings=100)
         features = Features(labels=(Label(column="clicked"),), features=(user,)).fit([table])
-        for batch, position in Follow("events", features).batches(2, stop=lambda: True):
-            print(batch.labels, position)
+        for burst in Follow("events", features).bursts(2, stop=lambda: True):
+            for batch, position in zip(burst.batches, burst.positions):
+                print(batch.labels, position)
     """
 
     def __init__(
@@ -138,22 +141,20 @@ class Follow:
         self._folder, self._set_aside = _Folder(folder, features, self.faults), set_aside
         self._poll_seconds, self._broken_seconds = poll_seconds, broken_seconds
 
-    def batches(
+    def bursts(
         self,
         batch_size: int,
         *,
-        position: FilePosition = FilePosition(),  # noqa: B008 - immutable
+        position: Position | None = None,
         axis: Axis = Axis(),  # noqa: B008 - immutable
         stop: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[Batch, FilePosition]]:
-        """Yield this rank's batches, and the position after each. Collective: all ranks iterate together.
-
-        The iterator waits for new files. It exchanges messages between ranks, so iterate on the thread that
-        trains.
+    ) -> Iterator[Burst]:
+        """Yield the steps whose rows all exist, at most 64 at a time; see `Stream.bursts`.
 
         Args:
             batch_size: samples per batch and rank, including damaged rows.
-            position: first row to read, such as that of a checkpoint.
+            position: a `FilePosition` as a dict: the first row to read, such as that of a checkpoint; None:
+                the first row of all.
             axis: the ranks.
             stop: called on rank 0 when there are not enough rows for a step. True ends the iterator on all
                 ranks.
@@ -168,22 +169,29 @@ class Follow:
         if self._set_aside is not None:
             self._set_aside.mkdir(parents=True, exist_ok=True)
             aside = self._set_aside / f"rank{axis.rank}.jsonl"
-        planner = _Planner(self._folder, position, self._broken_seconds, aside)
+        start = FilePosition() if position is None else FilePosition(**position)
+        planner = _Planner(self._folder, start, self._broken_seconds, aside)
         files: deque[FilePosition] = deque()
-        features = self._folder.features
         reader = _RankReader(self._folder, aside, batch_size, axis)
         # Also if the consumer stops early, the thread ends, and then files are closed.
         with contextlib.closing(reader.windows(files)) as windows, background_thread() as thread:
             lane, num_read = Lane(windows, 0, thread), 0
             while not (plan := self._next_plan(planner, batch_size, axis, stop)).has_ended:
                 files.extend(plan.files)
-                for after in plan.positions:
-                    ranges = lane.read(LanePart(0, num_read, num_read + batch_size))
-                    num_read += batch_size
-                    yield to_batch(features.keys, features.shape, ranges), after
+                num = len(plan.positions)
+                batches = self._batches(lane, range(num_read, num_read + num * batch_size, batch_size))
+                num_read += num * batch_size
+                yield Burst([after._asdict() for after in plan.positions], batches)
+
+    def _batches(self, lane: Lane, starts: range) -> Iterator[Batch]:
+        """Yield the batches that start at some of this rank's samples, of ``starts.step`` samples each."""
+        features = self._folder.features
+        for start in starts:
+            ranges = lane.read(LanePart(0, start, start + starts.step))
+            yield to_batch(features.keys, features.shape, ranges)
 
     def _next_plan(self, planner: "_Planner", batch_size: int, axis: Axis, stop: Callable[[], bool]) -> _Plan:
-        """Return the next steps, on all ranks. Waits if there are none. Collective."""
+        """Return the next steps, on all ranks. If there are none, wait before that. Collective."""
         plan = _Plan([], [])
         with together(axis, "following a folder"):
             if axis.rank == 0:
@@ -286,11 +294,16 @@ class _Planner:
             if self._position.row < self._position.num_rows:
                 _check_version(self._folder.file(self._position.file), self._position.version)
                 plan.files.append(self._position)
+        if not self._add_steps(plan, num):
+            self._refresh()
+            self._add_steps(plan, num)
+        return plan
+
+    def _add_steps(self, plan: _Plan, num: int) -> bool:
+        """Add the next steps with ``num`` rows each to a plan, and return whether there are any."""
         while len(plan.positions) < _MAX_STEPS and self._add_step(plan, num):
             pass
-        if not plan.positions:
-            self._refresh()
-        return plan
+        return bool(plan.positions)
 
     def _add_step(self, plan: _Plan, num: int) -> bool:
         """Add the next step to a plan, and return whether there are enough rows."""
@@ -338,7 +351,7 @@ class _Planner:
             if not self._is_complete(file, name):
                 return None
             num_rows = self._folder.num_rows(name, self._folder.faults)
-            self._starts[name] = FilePosition(name, 0, num_rows, version)
+            self._starts[name] = FilePosition(name, 0, num_rows, version, _modified(file))
         return self._starts[name]
 
     def _is_complete(self, file: File, name: str) -> bool:
@@ -374,7 +387,8 @@ class _RankReader:
         Args:
             files: files to read, from these positions on, which are removed. More may be added at any time.
         """
-        empty = PermutedSamples(void_samples(0, self._folder.features.shape))
+        void = void_samples(0, self._folder.features.shape)
+        empty = PermutedSamples(void._replace(times=np.zeros(0, np.int64)))
         # Rows in all steps before the file.
         num_before = 0
         while True:
@@ -383,6 +397,9 @@ class _RankReader:
                 continue
             start = files.popleft()
             for samples in self._read(start, num_before):
+                if samples.times is None:
+                    times = np.full(len(samples.labels), start.time, np.int64)
+                    samples = samples._replace(times=times)
                 yield PermutedSamples(samples)
             num_before += start.num_rows - start.row
 
@@ -460,6 +477,13 @@ def _version(file: File) -> str:
     except FileNotFoundError as error:
         raise DataError(f"{file} has vanished. Put it back, or start without a position.") from error
     return f"{about.st_size} bytes, {about.st_mtime_ns} ns"
+
+
+def _modified(file: File) -> int:
+    """Return the modification time of a file in microseconds since 1970; for some stores, the time now."""
+    if is_address(file):
+        return modification_time_of(str(file)) or time.time_ns() // 1000
+    return Path(file).stat().st_mtime_ns // 1000
 
 
 def _check_version(file: File, version: str) -> None:

@@ -96,6 +96,7 @@ class Samples(NamedTuple):
             invalid sample are meaningless.
         rows: row numbers, counted over all files, int64 [n]. None: the reader adds them later.
         weights: loss weight per sample, float32 [n]; None: all 1.
+        times: event time per sample in microseconds since 1970, int64 [n]; None: unknown.
     """
 
     dense: Floats
@@ -104,6 +105,7 @@ class Samples(NamedTuple):
     is_valid: Bools | None = None
     rows: Ints | None = None
     weights: Floats | None = None
+    times: Ints | None = None
 
     def take(self, order: Ints) -> "Samples":
         """Return copies of the samples at the indices ``order``, in this order; indices may repeat."""
@@ -114,9 +116,9 @@ class Samples(NamedTuple):
         return self._indexed(slice(first, last), tuple(ragged.part(first, last) for ragged in self.ids))
 
     def _indexed(self, index: Ints | slice, ids: tuple[Ragged, ...]) -> "Samples":
-        optional: tuple[Any, ...] = (self.is_valid, self.rows, self.weights)
-        is_valid, rows, weights = (None if values is None else values[index] for values in optional)
-        return Samples(self.dense[index], self.labels[index], ids, is_valid, rows, weights)
+        optional: tuple[Any, ...] = (self.is_valid, self.rows, self.weights, self.times)
+        selected = (None if values is None else values[index] for values in optional)
+        return Samples(self.dense[index], self.labels[index], ids, *selected)
 
 
 def gather_ranges(values: Codes, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
@@ -186,8 +188,8 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
         is_valid = np.concatenate(masks)
     dense = np.concatenate([piece.dense for piece in pieces])
     labels = np.concatenate([piece.labels for piece in pieces])
-    rows, weights = (_concatenated_or_none(pieces, name) for name in ("rows", "weights"))
-    return Samples(dense, labels, tuple(ids), is_valid, rows, weights)
+    optional = (_concatenated_or_none(pieces, name) for name in ("rows", "weights", "times"))
+    return Samples(dense, labels, tuple(ids), is_valid, *optional)
 
 
 def _concatenated_or_none(pieces: Sequence[Samples], field: str) -> Any:
@@ -272,9 +274,11 @@ class PermutedSamples:
 
     def __init__(self, samples: Samples, order: Ints | None = None) -> None:
         order = np.arange(len(samples.labels), dtype=np.int64) if order is None else order
-        optional: tuple[Any, ...] = (samples.rows, samples.weights)
-        fields = [samples.dense, samples.labels, *(field for field in optional if field is not None)]
-        self.num, self.has_rows = len(order), samples.rows is not None
+        optional = {name: getattr(samples, name) for name in ("rows", "weights", "times")}
+        self.optional = [name for name, field in optional.items() if field is not None]
+        """Names of the optional fields at the end of ``fields``."""
+        fields = [samples.dense, samples.labels, *(optional[name] for name in self.optional)]
+        self.num = len(order)
         self.values, self.offsets, self.weights, self.fields = permute_samples(
             _tensor(order),
             [_tensor(field) for field in fields],
@@ -314,7 +318,8 @@ def to_batch(keys: Sequence[str], shape: Shape, ranges: Sequence[SampleRange]) -
         ranges: samples, in order; none give an empty batch.
     """
     if not ranges:
-        none = PermutedSamples(void_samples(0, shape)._replace(rows=np.zeros(0, np.int64)))
+        empty = np.zeros(0, np.int64)
+        none = PermutedSamples(void_samples(0, shape)._replace(rows=empty, times=empty))
         ranges = [SampleRange(none, 0, 0)]
     pieces = [samples for samples, _, _ in ranges]
     values, lengths, id_weights, totals, fields = concat_samples(
@@ -336,8 +341,7 @@ def to_batch(keys: Sequence[str], shape: Shape, ranges: Sequence[SampleRange]) -
         stride=len(labels),
         length_per_key=totals.tolist(),
     )
-    rows = optional.pop(0) if pieces[0].has_rows else None
-    return Batch(dense, sparse, labels, rows, *optional)
+    return Batch(dense, sparse, labels, **dict(zip(pieces[0].optional, optional, strict=True)))
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)

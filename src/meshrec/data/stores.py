@@ -11,6 +11,7 @@
 """
 
 import asyncio
+import contextlib
 import functools
 import io
 import logging
@@ -253,6 +254,23 @@ def version_of(address: str) -> str:
     """
     with StoredFile(address) as file:
         return file.version
+
+
+def modification_time_of(address: str) -> int | None:
+    """Return the modification time of a file in a store, in microseconds since 1970; None if unknown.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    store, path = store_of(address)
+    if isinstance(store.filesystem, pa_fs.PyFileSystem):
+        # pyarrow looks only for the name that local files use.
+        with contextlib.suppress(NotImplementedError, KeyError):
+            modified = store.retried(lambda: store.filesystem.handler.fs.modified(path), address)
+            return int(modified.timestamp() * 1e6)
+        return None
+    nanoseconds = store.info(path, address).mtime_ns
+    return None if nanoseconds is None else int(nanoseconds) // 1000
 
 
 _stores: dict[tuple[int, str, str], Store] = {}

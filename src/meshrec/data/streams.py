@@ -13,7 +13,7 @@ Position = dict[str, Any]
 
 
 class Burst(NamedTuple):
-    """Steps for which all records have arrived."""
+    """Steps for which all records have arrived; none if no record has arrived for about a second."""
 
     positions: list[Position]
     """Position after each step: all records before it are consumed."""
@@ -44,8 +44,9 @@ class Stream(ABC):
     ) -> Iterator[Burst]:
         """Yield the steps for which all records have arrived. Collective: all ranks iterate together.
 
-        The iterator waits for more records. It exchanges messages between ranks, so iterate on the thread
-        that trains, and exhaust the batches of a burst before the next one.
+        While records are missing, the iterator yields a burst without steps about every second, in which the
+        consumer can do work that is due, such as saving a checkpoint. The iterator exchanges messages between
+        ranks, so iterate on the thread that trains, and exhaust the batches of a burst before the next one.
 
         Args:
             batch_size: samples per batch and rank, including damaged records.

@@ -13,6 +13,7 @@ from meshrec.data.features.join import Join
 from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
+from meshrec.data.features.timed import TimedFeatures
 from meshrec.data.features.times import Times
 from meshrec.data.features.values import hashes_of
 from meshrec.data.features.vocabulary import Vocabulary
@@ -31,6 +32,7 @@ __all__ = [
     "Key",
     "Label",
     "Number",
+    "TimedFeatures",
     "Times",
     "UnfittedError",
     "Vocabulary",
