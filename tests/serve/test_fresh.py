@@ -13,6 +13,7 @@ import torch
 
 from meshrec.checkpoint.delta import write_tensors
 from meshrec.cli.train import main as train
+from meshrec.durable import sealed
 from meshrec.export import Predictor
 from meshrec.modules import DataType
 from meshrec.runs.export import export_run
@@ -28,7 +29,17 @@ from tests.train.movies import write_movies
 
 
 def publish(
-    folder, number, *, since=None, step=None, previous=None, run="r", ids=None, table="table", values=None
+    folder,
+    number,
+    *,
+    since=None,
+    step=None,
+    previous=None,
+    run="r",
+    ids=None,
+    table="table",
+    values=None,
+    event_time=None,
 ):
     """A delta by hand: rows of ``number / 10``, and the bias as well; or rows and whole tensors as given."""
     ids = torch.arange(NUM_ROWS) if ids is None else torch.tensor(ids)
@@ -55,6 +66,9 @@ def publish(
     }
     scratch = folder / ".scratch"
     scratch.write_text(json.dumps(said))
+    if event_time is not None:
+        latest = {"format": 3, "event_time": event_time, "tracked": [table], "whole": ["bias"]}
+        scratch.write_bytes(sealed(said | latest))
     scratch.replace(folder / f"{number:08d}.json")
 
 
@@ -199,7 +213,7 @@ def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
         def freshness():
             return client("GET", "/v2/models/clicks/freshness")[2]
 
-        assert freshness() == {"delta": 2, "step": 20, "reason": ""}
+        assert freshness() == {"delta": 2, "step": 20, "reason": "", "event_time": None}
         for number in (3, 4):
             publish(tmp_path, number)
             until(lambda number=number: freshness()["delta"] == number)
@@ -230,6 +244,23 @@ def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
         thread.join(60)
         client.close()
     assert wrong == []
+
+
+def test_a_server_says_how_old_the_latest_event_in_its_weights_is(packages, tmp_path):
+    seconds = time.time() - 45.5
+    with running({"clicks": packages[0]}, deltas={"clicks": tmp_path}) as server:
+        client = Client(server.url)
+        publish(tmp_path, 2, event_time=int(seconds * 1e6))
+        until(lambda: client("GET", "/v2/models/clicks/freshness")[2]["delta"] == 2)
+        assert client("GET", "/v2/models/clicks/freshness")[2]["event_time"] == pytest.approx(
+            seconds, abs=1e-5
+        )
+        text = client("GET", "/metrics")[2].decode()
+        client.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if 'model="clicks"' in line)
+    assert float(values['meshrec_event_time_seconds{model="clicks"}']) == pytest.approx(seconds, abs=1e-5)
+    assert float(values['meshrec_event_to_served_seconds_count{model="clicks"}']) == 1
+    assert 45 < float(values['meshrec_event_to_served_seconds_sum{model="clicks"}']) < 300
 
 
 def test_without_deltas_there_is_no_way_back(packages):

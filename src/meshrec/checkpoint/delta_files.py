@@ -22,8 +22,8 @@ from meshrec.checkpoint.safetensors import read_whole
 from meshrec.durable import DamageError, read_regular, sealed, unsealed
 from meshrec.durable.sealed import check_fields, check_integer, check_names, check_object, check_string
 
-FORMAT = 2
-"""Format version of new deltas. Format 1 is still read."""
+FORMAT = 3
+"""Format version of new deltas. Formats 1 and 2 are still read."""
 KINDS = ("rows", "dense")
 """Kinds of safetensors files in a delta: changed table rows, and all other weights."""
 # 64 MiB. The limit bounds the memory for a damaged or hostile JSON file.
@@ -52,6 +52,7 @@ class DeltaRecord(NamedTuple):
         tracked: names of tables for which deltas contain only changed rows; None in format 1.
         whole: names of all other weights, which every delta contains completely; None in format 1.
         evicted: number of evicted IDs by hashed table, including zeros. The JSON key is "gone".
+        event_time: time of the latest event in the weights, in microseconds since 1970 (UTC); None: unknown.
         digest: SHA-256 of the JSON file.
     """
 
@@ -65,6 +66,7 @@ class DeltaRecord(NamedTuple):
     tracked: list[str] | None
     whole: list[str] | None
     evicted: dict[str, int]
+    event_time: int | None
     digest: str
 
     @property
@@ -139,18 +141,20 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
     Raises:
         DamageError: the content is invalid, or belongs to another delta.
     """
-    # The checksum is verified if there is one. Whether it is required depends on the version.
+    # The checksum is verified if there is one. Format 1 had none.
     values = unsealed(content, "it", required=False)
     version = check_integer(values.get("format"), "its format", 1, FORMAT)
-    # Format 1 had no checksum. Require it as soon as the version is known.
-    if version == FORMAT:
+    if version >= 2:
         values = unsealed(content, "it", required=True)
         if content != sealed(values):  # the next delta has the digest of exactly these bytes
             raise DamageError("its JSON is not in canonical form")
-    is_latest = version == FORMAT
     # Unknown fields are refused; see [Note: file format versions] in manifest.py.
-    required = [*_FIELDS, "tracked", "whole"] if is_latest else _FIELDS
-    values = check_fields(values, "it", required, ["gone"] if is_latest else [])
+    required = [
+        *_FIELDS,
+        *(["tracked", "whole"] if version >= 2 else []),
+        *(["event_time"] if version >= 3 else []),
+    ]
+    values = check_fields(values, "it", required, ["gone"] if version >= 2 else [])
     check_integer(values["number"], "its number", number, number)
     step = check_integer(values["step"], "its step")
     sha256 = check_fields(
@@ -161,6 +165,7 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
             raise DamageError(f"{digest!r:.80} is not a SHA-256")
     rows = check_object(values["rows"], "its list of rows")
     evicted = check_object(values.get("gone", {}), "its list of evicted IDs")
+    event_time = values.get("event_time")
     record = DeltaRecord(
         number,
         check_string(values["run"], "its run"),
@@ -169,9 +174,10 @@ def _parse_record(content: bytes, number: int) -> DeltaRecord:
         {name: check_integer(num, f"its number of rows of {name!r}") for name, num in rows.items()},
         sha256,
         check_string(values["previous"], "the digest of the delta before"),
-        check_names(values["tracked"], "its list of tables") if version == FORMAT else None,
-        check_names(values["whole"], "its list of weights") if version == FORMAT else None,
+        check_names(values["tracked"], "its list of tables") if version >= 2 else None,
+        check_names(values["whole"], "its list of weights") if version >= 2 else None,
         {name: check_integer(num, f"its number of evicted IDs of {name!r}") for name, num in evicted.items()},
+        None if event_time is None else check_integer(event_time, "its event time"),
         hashlib.sha256(content).hexdigest(),
     )
     if record.tracked is not None and not {*record.rows, *record.evicted} <= set(record.tracked):

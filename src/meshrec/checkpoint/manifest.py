@@ -18,7 +18,7 @@ file. Checkpoint, delta and package readers also reject unknown fields, so a new
 well.
 
 - Checkpoints: writes version 2, reads 1 and 2.
-- Deltas (publishing.py): writes format 2, reads 1 and 2.
+- Deltas (publishing.py): writes format 3, reads 1 to 3.
 - Packages (export/manifest.py): reads format 2 only. A package is compiled for one machine and one torch
   version; ``meshrec export PACKAGE`` compiles it again.
 - Plans (plan/sharding_plan.py) and features (data/features/features.py): version 1. Fields missing from an

@@ -72,13 +72,15 @@ class DeltaPublisher:
         # change: servers may have newer values for them. Cleared once that delta is published.
         self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, *, event_time: int | None = None) -> None:
         """Write a delta with all weight changes since the last delta.
 
         Does nothing if the last delta was written at the same ``step``.
 
         Args:
             step: current training step.
+            event_time: time of the latest event that the model was trained on, in microseconds since 1970
+                (UTC), from which servers compute how old their weights are; None: unknown.
 
         Raises:
             CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
@@ -108,6 +110,7 @@ class DeltaPublisher:
                 "run": self._run,
                 "since": self._step,
                 "step": step,
+                "event_time": event_time,
                 "rows": changed.rows,
                 "sha256": {path.name: sha256_of(path) for path in (rows_path, dense_path)},
                 "previous": self.last.digest if self.last is not None else "",

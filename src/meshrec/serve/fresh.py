@@ -40,11 +40,14 @@ class Freshness(NamedTuple):
         delta: number of the last applied delta; None: no delta was applied.
         step: training step at which that delta was published.
         reason: why the next delta cannot be applied; empty if it can be applied, or if there is none.
+        event_time: Unix time of the latest event in the weights, in seconds; None: unknown, as the run
+            does not train on a stream.
     """
 
     delta: int | None
     step: int | None
     reason: str
+    event_time: float | None = None
 
 
 class Quantization(NamedTuple):
@@ -107,7 +110,8 @@ class Deltas:
         """Last applied delta, and the reason if the next delta cannot be applied."""
         if self._last is None:
             return Freshness(None, None, self._reason)
-        return Freshness(self._last.number, self._last.step, self._reason)
+        event_time = None if self._last.event_time is None else self._last.event_time / 1e6
+        return Freshness(self._last.number, self._last.step, self._reason, event_time)
 
     def next(self) -> tuple[DeltaRecord, Delta] | None:
         """Read and check the next delta, without applying it.

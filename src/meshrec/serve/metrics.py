@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from meshrec.durable import CreatedPath
 from meshrec.serve.batching import BatchMetrics
 from meshrec.serve.history_cache import CacheCounts
 
-# Upper bounds of the histogram buckets: for durations in seconds, and for samples per batch.
+# Upper bounds of the histogram buckets: for the durations of requests and from event to weights, in seconds,
+# and for samples per batch.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_FRESHNESS_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 3600.0, 86400.0)
 _SAMPLES = tuple(2.0**power for power in range(13))
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable for the folder in which workers share metrics."""
 # File name prefixes which prometheus_client uses for these metric types.
-_KINDS = ("counter", "gauge_livesum", "histogram")
+_KINDS = ("counter", "gauge_livesum", "gauge_livemin", "histogram")
 # Space for a model's metrics: about 60 values with names of up to 600 bytes.
 _BYTES_PER_MODEL = 1 << 16
 
@@ -64,6 +67,12 @@ class Metrics:
         self._histories = Counter("meshrec_histories", cached, **outcome)
         size = "Size of the history cache in bytes."
         self._cache_bytes = Gauge("meshrec_kept_history_bytes", size, multiprocess_mode="livesum", **model)
+        served = "Time from the latest event in a delta to the moment its weights answer requests."
+        self._freshness = Histogram(
+            "meshrec_event_to_served_seconds", served, buckets=_FRESHNESS_SECONDS, **model
+        )
+        event = "Unix time of the latest event in the weights."
+        self._event_time = Gauge("meshrec_event_time_seconds", event, multiprocess_mode="livemin", **model)
         # Cached because prometheus_client looks up labels under a lock and formats them every time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
@@ -96,6 +105,15 @@ class Metrics:
         self._histories.labels(model, "hit").inc(counts.hits)
         self._histories.labels(model, "miss").inc(counts.misses)
         self._cache_bytes.labels(model).set(counts.num_bytes)
+
+    def record_freshness(self, model: str, event_time: float) -> None:
+        """Record that a model now has weights of a delta.
+
+        Args:
+            event_time: Unix time of the latest event in the weights, in seconds.
+        """
+        self._freshness.labels(model).observe(time.time() - event_time)
+        self._event_time.labels(model).set(event_time)
 
     def page(self) -> tuple[bytes, str]:
         """Return the metrics of all workers as text, and the media type."""

@@ -164,6 +164,8 @@ class ServedModel:
                     self._deltas.record_failure(error)
                 else:
                     _log.info("model %r: version %s", self.name, self.version)
+                    if (event_time := self.freshness.event_time) is not None:
+                        self._metrics.record_freshness(self.name, event_time)
                     pause = _DELTA_POLL_SECONDS
                     continue
             await asyncio.sleep(pause)
@@ -519,7 +521,7 @@ def _unreached_error(until: int, served: ServedModel) -> ValueError:
     Args:
         served: model after all available deltas up to `until` were applied.
     """
-    delta, _, reason = served.freshness
+    delta, reason = served.freshness.delta, served.freshness.reason
     if delta is not None:
         can = f"the last reachable delta is {delta}"
     else:
