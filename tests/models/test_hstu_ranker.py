@@ -100,6 +100,21 @@ def test_a_sample_has_the_logits_of_its_last_candidate_and_samples_that_fill_up_
     torch.testing.assert_close(found, torch.cat([logits(model)[[2, 3, 5]], torch.zeros(1, 2)]))
 
 
+def test_bf16_gives_nearly_the_logits_and_gradients_of_fp32():
+    exact, rounded = made(), made()
+    expected = logits(exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(rounded)
+    assert found.dtype == torch.float32  # bf16 logits would have ties
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    for values in (expected, found):
+        values.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    for name, parameter in rounded.named_parameters():
+        assert (parameter.grad - gradients[name]).norm() <= 0.05 * gradients[name].norm(), name
+
+
 @torch.no_grad()
 def test_everything_that_is_read_matters():
     model, expected = made(), logits(made())

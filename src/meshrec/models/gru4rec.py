@@ -11,6 +11,7 @@ from typing_extensions import Unpack, override
 
 from meshrec.models.history_model import HistoryFeatures, HistoryModel, HistoryOptions
 from meshrec.modules import EmbeddingCollection
+from meshrec.modules.linear import Linear
 
 
 class GRU4Rec(HistoryModel):
@@ -56,7 +57,7 @@ class GRU4Rec(HistoryModel):
             device=device,
         )
         # Back to embedding width, where scores are computed.
-        self.output = nn.Linear(hidden_dim, self.width, device=device)
+        self.output = Linear(hidden_dim, self.width, device=device)
 
     @override
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshrec.models.hstu import TokenCache
 from meshrec.modules import EmbeddingCollection, HSTUBlock, Tokens, cache_shape, extend_all
+from meshrec.modules.linear import Linear, LogitLinear
 from meshrec.ops.attention import Mask
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -85,11 +86,11 @@ class HSTURanker(nn.Module):
             name for config in embedding_collection.embedding_configs() for name in config.feature_names
         ]
         self.contextual = nn.ModuleList(
-            nn.Linear(widths[name], width, device=device) for name in features.contextual
+            Linear(widths[name], width, device=device) for name in features.contextual
         )
-        self.content = nn.Linear(sum(widths[name] for name in features.history), width, device=device)
+        self.content = Linear(sum(widths[name] for name in features.history), width, device=device)
         # At least one column: torch warns about layers without inputs.
-        self.action = nn.Linear(max(1, sum(widths[name] for name in features.actions)), width, device=device)
+        self.action = Linear(max(1, sum(widths[name] for name in features.actions)), width, device=device)
         self.positions = nn.Embedding(max_length, width, device=device)
         nn.init.normal_(self.positions.weight, std=0.02)
         # Marks candidate tokens: without it they would look like history items without an action.
@@ -114,9 +115,9 @@ class HSTURanker(nn.Module):
         )
         self.over = nn.Sequential(
             nn.LayerNorm(width, device=device),
-            nn.Linear(width, width, device=device),
+            Linear(width, width, device=device),
             nn.SiLU(),
-            nn.Linear(width, num_labels, device=device),
+            LogitLinear(width, num_labels, device=device),
         )
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:

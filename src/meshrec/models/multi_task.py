@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshrec.models.dlrm import OverArch
 from meshrec.modules import MLP, EmbeddingBagCollection
+from meshrec.modules.linear import Linear
 from meshrec.sparse import KeyedJaggedTensor
 
 # B batch, T tasks, E experts, I input columns, H hidden columns
@@ -60,7 +61,7 @@ class MMoE(Mixture):
     ) -> None:
         super().__init__()
         self.experts = nn.ModuleList(MLP(in_features, layer_sizes) for _ in range(num_experts))
-        self.gates = nn.ModuleList(nn.Linear(in_features, num_experts) for _ in range(num_tasks))
+        self.gates = nn.ModuleList(Linear(in_features, num_experts) for _ in range(num_tasks))
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
         experts = [expert(shared_BI) for expert in self.experts]
@@ -134,10 +135,10 @@ class _Extraction(nn.Module):
 
         self.shared = experts(num_shared)
         self.own = nn.ModuleList(experts(num_own) for _ in range(num_tasks))
-        self.gates = nn.ModuleList(nn.Linear(in_features, num_own + num_shared) for _ in range(num_tasks))
+        self.gates = nn.ModuleList(Linear(in_features, num_own + num_shared) for _ in range(num_tasks))
         all_experts = num_tasks * num_own + num_shared
         # The last layer's shared vector would not be used.
-        self.shared_gate = None if is_last else nn.Linear(in_features, all_experts)
+        self.shared_gate = None if is_last else Linear(in_features, all_experts)
 
     def forward(self, vectors: list[Tensor]) -> list[Tensor]:
         *tasks, shared_input = vectors

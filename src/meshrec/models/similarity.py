@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.linear import Linear
+
 # T queries, N items, D vector width, Q query components, X item components, V width of a component
 
 _QUERIES_PER_BLOCK = 256
@@ -111,13 +113,13 @@ class MixtureOfLogits(Similarity):
         self._sizes, self._temperature = (num_query, num_item, component), temperature
         # One weight per (query component, item component) pair.
         num_pairs = num_query * num_item
-        self.query_components = nn.Linear(width, num_query * component, device=device)
-        self.item_components = nn.Linear(width, num_item * component, device=device)
+        self.query_components = Linear(width, num_query * component, device=device)
+        self.item_components = Linear(width, num_item * component, device=device)
         self.query_gate, self.item_gate, self.pair_gate = (
             nn.Sequential(
-                nn.Linear(inputs, 2 * num_pairs, device=device),
+                Linear(inputs, 2 * num_pairs, device=device),
                 nn.SiLU(),
-                nn.Linear(2 * num_pairs, num_pairs, device=device),
+                Linear(2 * num_pairs, num_pairs, device=device),
             )
             for inputs in (width, width, num_pairs)
         )
