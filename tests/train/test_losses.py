@@ -37,6 +37,31 @@ def test_losses_are_those_of_torch_weighted():
     torch.testing.assert_close(Huber(delta=0.5).sum(outputs, labels, None), pieces.sum())
 
 
+def test_fake_negative_weights_have_no_gradient():
+    outputs, labels, weights = samples()
+    outputs.requires_grad_(True)
+    loss = BinaryCrossEntropy(fake_negative_weighting=True)
+    p = torch.sigmoid(outputs.detach())
+    plain = weights * torch.where(
+        labels == 1,
+        -(1 + p) * nn.functional.logsigmoid(outputs),
+        -(1 - p) * (1 + p) * nn.functional.logsigmoid(-outputs),
+    )
+    torch.testing.assert_close(loss.sum(outputs, labels, weights), plain.sum())
+    (found,) = torch.autograd.grad(loss.sum(outputs, labels, weights), outputs)
+    (expected,) = torch.autograd.grad(plain.sum(), outputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, weights * (1 - p) * (1 + p) * (p * (1 - labels) - labels))
+    # If a share q of the impressions is positive, there are q positive samples per negative one.
+    q = torch.full_like(p, 0.3)
+    balanced = torch.logit(q).requires_grad_(True)
+    both = loss.sum(balanced, torch.zeros_like(q), None) + loss.sum(balanced, torch.ones_like(q), q)
+    torch.testing.assert_close(torch.autograd.grad(both, balanced)[0], torch.zeros_like(q))
+    # Evaluation has final labels.
+    assert loss.metrics(outputs.detach(), labels) == BinaryCrossEntropy().metrics(outputs.detach(), labels)
+    assert torch.equal(loss.per_sample(outputs, labels), BinaryCrossEntropy().per_sample(outputs, labels))
+
+
 def test_tasks_add_up_and_the_first_one_chooses():
     outputs, labels, weights = samples()
     both, truth = torch.stack([outputs, 2 * outputs], 1), torch.stack([labels, labels + 1], 1)
@@ -62,6 +87,10 @@ def test_quality_is_large_where_the_model_is_good():
     ("make", "message"),
     [
         (lambda: BinaryCrossEntropy(positive_weight=0.0), "loss.positive_weight.*0.0"),
+        (
+            lambda: BinaryCrossEntropy(positive_weight=2.0, fake_negative_weighting=True),
+            "loss.positive_weight.*2.0",
+        ),
         (lambda: Huber(delta=-1.0), "loss.delta.*-1.0"),
         (lambda: Tasks(tasks=(Task("a", Huber()),)), "different"),
     ],

@@ -29,4 +29,17 @@ else:
     pa_csv, pa_fs = _LateModule("pyarrow.csv"), _LateModule("pyarrow.fs")
     pa_json, pa_parquet = _LateModule("pyarrow.json"), _LateModule("pyarrow.parquet")
 
-__all__ = ["pa", "pa_csv", "pa_fs", "pa_json", "pa_parquet", "pc"]
+
+def records_of(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow table as dictionaries.
+
+    Timestamps are strings, because Python has neither their nanoseconds nor all of their years.
+    """
+    for index, field in enumerate(table.schema):
+        if pa.types.is_timestamp(field.type):
+            table = table.set_column(index, field.name, table.column(index).cast(pa.string()))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+__all__ = ["pa", "pa_csv", "pa_fs", "pa_json", "pa_parquet", "pc", "records_of"]

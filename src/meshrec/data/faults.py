@@ -2,12 +2,14 @@
 
 import difflib
 import importlib
+import json
 import logging
 import reprlib
 import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -125,6 +127,12 @@ class Faults:
             text = message.replace("{row}", str(row)) + f" ({rows_text(num)} of {len(bad)})"
             self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)
             valid &= ~bad
+
+
+def append_json_lines(path: Path, items: list[dict[str, Any]]) -> None:
+    """Append items to a file as JSON lines. Values that JSON does not have are written as strings."""
+    with path.open("a", encoding="utf-8") as output:
+        output.writelines(json.dumps(item, default=str) + "\n" for item in items)
 
 
 def rows_text(num: int) -> str:

@@ -13,7 +13,6 @@ of a row follows from its number. Every rank therefore encodes many of its rows 
 """
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -27,10 +26,10 @@ import numpy as np
 from meshrec.comms.agreement import together
 from meshrec.comms.collectives import gather_objects
 from meshrec.comms.mesh import Axis
-from meshrec.data.arrow import pa
+from meshrec.data.arrow import pa, records_of
 from meshrec.data.batch import Batch
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, NoRowsError, OnError
+from meshrec.data.faults import DataError, Faults, NoRowsError, OnError, append_json_lines
 from meshrec.data.locations import File, is_address, list_files, opened, suffix_of
 from meshrec.data.order import LanePart
 from meshrec.data.parquet import ParquetSource
@@ -339,7 +338,7 @@ class _Planner:
             )
             self._folder.faults.report(message, num, name, is_allowed=True)
             if self._set_aside is not None:
-                _append(self._set_aside, [{"file": name, "row": None, "problem": "late"}])
+                append_json_lines(self._set_aside, [{"file": name, "row": None, "problem": "late"}])
         self._known = names
         self._pending = sorted(name for name in names if name > self._position.file)
 
@@ -425,9 +424,9 @@ class _RankReader:
             samples = folder.features.encode(part, RowOrigin(str(file), rows, str(file)), folder.faults)
             if self._set_aside is not None and samples.is_valid is not None and not samples.is_valid.all():
                 omitted = np.flatnonzero(~samples.is_valid)
-                values = zip(rows[omitted].tolist(), part.take(pa.array(omitted)).to_pylist(), strict=True)
+                values = zip(rows[omitted].tolist(), records_of(part.take(pa.array(omitted))), strict=True)
                 items = [{"file": start.file, "row": row, "values": value} for row, value in values]
-                _append(self._set_aside, items)
+                append_json_lines(self._set_aside, items)
             yield samples
 
 
@@ -456,12 +455,6 @@ def _tables(
             raise
         except DataError as error:
             yield first, end - first, error
-
-
-def _append(path: Path, items: list[dict[str, Any]]) -> None:
-    """Append items to a file as JSON lines."""
-    with path.open("a", encoding="utf-8") as output:
-        output.writelines(json.dumps(item, default=str) + "\n" for item in items)
 
 
 def _is_parquet(file: File) -> bool:

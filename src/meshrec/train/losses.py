@@ -84,18 +84,38 @@ class BinaryCrossEntropy(Loss):
 
     positive_weight: float = 1.0
     """Factor for the loss of positive samples. If one sample in ten is a click, 9 balances both classes."""
+    fake_negative_weighting: bool = False
+    """For labels that come later: whether every impression is first a negative sample, and a positive one a
+    second sample, as from ``LabelJoin(negatives="at_once")``. Positives then have the weight 1 + p, and
+    negatives (1 - p) (1 + p). Here, p is the model's prediction, through which no gradient flows.
+
+    These are importance weights. If a share p of the impressions is positive, p / (1 + p) of the samples are
+    positive, and 1 / (1 + p) negative. With the weights, predictions still converge to p. Only training is
+    weighted: evaluate on samples with final labels. Source: "fake negative weighted" loss of Ktena et al.,
+    Addressing Delayed Feedback for Continuous Training with Neural Networks in CTR prediction, RecSys 2019.
+    """
 
     def __post_init__(self) -> None:
         if not self.positive_weight > 0:
             raise ValueError(f"loss.positive_weight is {self.positive_weight}; it must be above 0.")
+        if self.fake_negative_weighting and self.positive_weight != 1:
+            raise ValueError(
+                f"loss.positive_weight is {self.positive_weight} with loss.fake_negative_weighting, whose "
+                "weights take predictions for probabilities. Leave one of them out."
+            )
 
     @override
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        if self.fake_negative_weighting:
+            predictions = torch.sigmoid(outputs.detach())
+            importance = (1 + predictions) * (1 - predictions * (1 - labels))
+            return _weighted_sum(self.per_sample(outputs, labels) * importance, weights)
         return nn.functional.binary_cross_entropy_with_logits(
             outputs, labels, weights, reduction="sum", pos_weight=self._factor(labels)
         )
 
     def per_sample(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        # Without importance weights: it evaluates predictions on samples whose labels are final.
         return nn.functional.binary_cross_entropy_with_logits(
             outputs, labels, reduction="none", pos_weight=self._factor(labels)
         )
