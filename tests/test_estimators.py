@@ -18,6 +18,8 @@ import meshrec
 from meshrec.cli import explain, inspect, predict, train
 from meshrec.cli import similar as similar_command
 from meshrec.data.faults import DataError
+from meshrec.runs.contributions import contributions
+from meshrec.train.run_folder import RunFolder
 
 N = 300
 STEPS = {"training.max_steps": 4, "training.evaluate_every": 2}
@@ -112,6 +114,10 @@ def test_contributions_add_up_and_name_the_column_that_decides(fitted, tmp_path,
     output, errors = capsys.readouterr()
     assert f"user{'':21}{values[0, 0]:+.4f}" in output
     assert errors.startswith("3 rows take about ")
+    run, without = RunFolder(fitted.run_), rows.drop_columns("price")
+    for data, background in ((without, rows), (rows, without)):
+        with pytest.raises(DataError, match=r"'price'.*\['user', 'item', 'clicked'\]"):
+            contributions(run, data, background=background)
 
 
 def test_calibrated_probabilities_keep_the_order_and_those_of_the_command(tmp_path):

@@ -159,6 +159,8 @@ def test_damage_is_told():
         microseconds_of(pa.array([1.0, np.nan]), "s")
     with pytest.raises(ValueError, match=r"item_features.*\['seen'\]"):
         LogColumns(item_features=("seen",))
+    with pytest.raises(ValueError, match="user 'who', item 'who'"):
+        LogColumns(user="who", item="who")
     with pytest.raises(ValueError, match="min_rating"):
         LogColumns(actions=("buy",))
     with pytest.raises(ValueError, match=r"min_user_count.*0.*min_item_count.*1.*1"):

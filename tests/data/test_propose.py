@@ -88,6 +88,11 @@ def test_without_a_time_the_split_is_random_and_that_is_said():
     assert "the split is random" in proposed(time=None).warnings[-1]
 
 
+def test_a_time_that_is_no_time_is_said():
+    assert any("--time price" in warning for warning in proposed(time="price").warnings)
+    assert not any("--time" in warning for warning in proposed(time="row").warnings)
+
+
 def test_times_are_numbers_too_where_training_meets_all_of_them():
     times = pa.array([9 * 3600, 10 * 3600] * (N // 2), pa.time32("s"))
     found = proposed(time=None, times=times).features
@@ -124,6 +129,7 @@ def test_large_columns_get_hashed_tables_and_their_cost_is_said(kind):
         ({"label": "same", "same": np.ones(N)}, "rows"),
         ({"label": "gaps", "gaps": pa.array([1, None] * (N // 2))}, "2,000.*4,000 rows"),
         ({"time": "country"}, r"\['fr'\]"),
+        ({"label": "empty", "empty": pa.nulls(N)}, "--label empty: no row"),
     ],
 )
 def test_labels_and_times_that_cannot_be(more, message):

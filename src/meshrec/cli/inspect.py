@@ -264,7 +264,7 @@ def _profile(options: InspectOptions, label: str, tell: Callable[[float], None])
         return profile(map(convert, _read_csvs(files, options.csv_format)), label)
     tables = ParquetTables.open(files, options.rows)
     num_shares = len(tables.shares(options.nproc))
-    if num_shares < options.nproc:
+    if 0 < num_shares < options.nproc:
         print(
             f"{num_shares} of {options.nproc} processes read the data: a row group is not divided, and small "
             "ones are read together",

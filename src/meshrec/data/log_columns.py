@@ -51,7 +51,9 @@ class LogColumns:
     def __post_init__(self) -> None:
         taken = sorted({USER, ITEM, HISTORY, SEEN, TIMES} & {*self.item_features})
         wrong = None
-        if taken:
+        if len(set(self.required())) < len(self.required()):
+            wrong = f"user {self.user!r}, item {self.item!r} and time {self.time!r} must differ"
+        elif taken:
             wrong = f"item_features {taken} have names that features of a log have. Rename the columns"
         elif (self.actions and self.action is None) or (self.min_rating is not None and self.rating is None):
             wrong = "actions and min_rating need the columns action and rating. Name them"
@@ -70,8 +72,8 @@ class LogColumns:
         return {name: "numeric" for name in (self.time, self.rating) if name is not None} | dict(fitted)
 
     def required(self) -> list[str]:
-        """Return the columns in which a row needs a value: user, item and time, without duplicates."""
-        return list(dict.fromkeys([self.user, self.item, self.time]))
+        """Return the columns in which a row needs a value: user, item and time."""
+        return [self.user, self.item, self.time]
 
     def names(self) -> list[str]:
         """Return all columns to read, without duplicates."""

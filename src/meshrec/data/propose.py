@@ -269,7 +269,14 @@ def _time(column: Column) -> ColumnChoice:
         raise ValueError(f"--time {column.name}: {column.num_missing:,} rows have none. Leave them out.")
     unit = _unit(column)
     if unit is None:
-        return ColumnChoice(column.name, "time", "orders the rows: the latest are held out")
+        choice = ColumnChoice(column.name, "time", "orders the rows: the latest are held out")
+        if column.kind == "integer":  # such as a day or a row number
+            return choice
+        remark = (
+            f"--time {column.name}: its values, such as {', '.join(column.examples[:2])}, are no times since "
+            "1970. The rows with the largest are held out, as if they were the latest"
+        )
+        return choice._replace(warning=remark)
     reason = "orders the rows: the latest are held out. Its hour: "
     reason += f"DatePart(name={column.name + '_hour'!r}, column={column.name!r}, part='hour', unit={unit!r})"
     return ColumnChoice(column.name, "time", reason)

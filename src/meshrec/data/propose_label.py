@@ -39,6 +39,8 @@ def label_of(
         ValueError: the values do not fit the task, or are missing.
     """
     column = profile.columns[name]
+    if column.num_missing == column.num_rows:
+        raise ValueError(f"--label {name}: no row has one. Name another column.")
     if column.kind not in ("integer", "number", "text"):
         raise ValueError(
             f"--label {name}: it holds {column.kind}, and labels are numbers, booleans or texts. "

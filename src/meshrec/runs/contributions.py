@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from meshrec.data.exact_columns import plain_table
-from meshrec.data.frames import read_columns
+from meshrec.data.faults import missing_column
+from meshrec.data.frames import column_names, read_columns
 from meshrec.runs.fitting import features_of
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.runs.scoring import gather_scores, load_scorer, open_data
@@ -67,6 +68,7 @@ def contributions(
         columns. If the model has several classes, the output is the logit of the row's most probable class.
 
     Raises:
+        DataError: the rows or the background lack a column of the model.
         ValueError: the run has no columns to explain, or the background is empty.
     """
     if num_orders < 1:
@@ -80,11 +82,18 @@ def contributions(
         )
     features = features_of(run).unlabelled()
     names, kinds = features.columns(), features.fitted_kinds()
-    rows = plain_table(read_columns(data, names, kinds, source.csv_format)).select(names)
+
+    def read(location: str, given: Any, max_rows: int | None = None) -> pa.Table:
+        """Read the model's columns from a table or files, at most ``max_rows`` rows."""
+        table = read_columns(given, names, kinds, source.csv_format)
+        if missing := [name for name in names if name not in table.column_names]:
+            raise missing_column(location, missing[0], column_names(given))
+        return plain_table(table.slice(0, max_rows)).select(names)
+
+    rows = read("the rows to explain", data)
     # The first part is the training data.
     background = source.parts()[0] if background is None else background
-    background_rows = read_columns(background, names, kinds, source.csv_format)
-    background_rows = plain_table(background_rows.slice(0, _MAX_ROWS))
+    background_rows = read("the background rows", background, _MAX_ROWS)
     if not len(background_rows):
         raise ValueError("there are no background rows to compare with. Give some.")
     # The model is loaded once. `outputs` replaces the data for every table to score.
@@ -128,7 +137,7 @@ def _row_contributions(
         Contributions of the d columns, followed by base and output, float64 [d + 2].
     """
     names = row.column_names
-    both = pa.concat_tables([row, background_rows.select(names)], promote_options="permissive")
+    both = pa.concat_tables([row, background_rows], promote_options="permissive")
     # In `both`, index 0 is the explained row, and the background rows start at 1.
     # Position p in an order holds the column that changes from the background value to the row's at step p.
     orders = np.array([draws.permutation(len(names)) for _ in range(num)])
