@@ -284,6 +284,24 @@ def test_over_the_limit_the_oldest_are_decided_early(negatives):
     assert [number for label, number in total if not label] == ([4, 5, 6] if is_early else [4, 5, 6, 7])
 
 
+@pytest.mark.parametrize("negatives", ["at_window_end", "at_once"])
+def test_early_decisions_leave_one_row_per_impression(negatives):
+    num = 400
+    ids = np.arange(num)
+    for max_rows in (1, 10, 25):
+        join = create(max_rows=max_rows, on_full="decide", negatives=negatives)
+        rows = []
+        for start in range(0, num, 7):
+            part = ids[start : start + 7]
+            rows += labels(join.add(shown(part, part // 2), acted(part[::3] - 5, part[::3] // 2 + 1)))
+            assert join.num_rows <= max_rows
+        rows += labels(join.finish())
+        numbers = [number for label, number in rows if not (negatives == "at_once" and label)]
+        assert len(set(numbers)) == len(numbers) == num - join.counts["late_impressions"]
+        assert join.counts["early_decisions"] > 0
+        assert join.num_bytes == 0
+
+
 def test_over_the_limit_is_an_error_that_takes_no_records():
     join = create(max_rows=2)
     join.add(shown([1, 2, 3], [0, 1, 2]))

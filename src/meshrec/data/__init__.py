@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         locate,
     )
     from meshrec.data.faults import DataError
+    from meshrec.data.folder_join import FolderJoin
     from meshrec.data.follow import FilePosition, Follow
     from meshrec.data.in_memory import InMemoryReader, Ranges
     from meshrec.data.interactions import Interactions
@@ -39,6 +40,7 @@ __all__ = [
     "Feature",
     "FilePosition",
     "FileRows",
+    "FolderJoin",
     "Follow",
     "InMemoryReader",
     "Interactions",

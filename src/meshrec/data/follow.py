@@ -16,12 +16,14 @@ import contextlib
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from meshrec.comms.agreement import together
 from meshrec.comms.collectives import gather_objects
@@ -169,7 +171,7 @@ class Follow(Stream):
             self._set_aside.mkdir(parents=True, exist_ok=True)
             aside = self._set_aside / f"rank{axis.rank}.jsonl"
         start = FilePosition() if position is None else FilePosition(**position)
-        planner = _Planner(self._folder, start, self._broken_seconds, aside)
+        planner = FilePlanner(self._folder, start, self._broken_seconds, aside)
         files: deque[FilePosition] = deque()
         reader = _RankReader(self._folder, aside, batch_size, axis)
         # Also if the consumer stops early, the thread ends, and then files are closed.
@@ -189,7 +191,9 @@ class Follow(Stream):
             ranges = lane.read(LanePart(0, start, start + starts.step))
             yield to_batch(features.keys, features.shape, ranges)
 
-    def _next_plan(self, planner: "_Planner", batch_size: int, axis: Axis, stop: Callable[[], bool]) -> _Plan:
+    def _next_plan(
+        self, planner: "FilePlanner", batch_size: int, axis: Axis, stop: Callable[[], bool]
+    ) -> _Plan:
         """Return the next steps, on all ranks. If there are none, wait before that. Collective."""
         plan = _Plan([], [])
         with together(axis, "following a folder"):
@@ -203,17 +207,16 @@ class Follow(Stream):
         return announced
 
 
-class _Folder:
-    """Followed folder, in which files are known by their names.
+class FollowedFiles(ABC):
+    """Files of a followed folder, which are known by their names.
 
     Args:
         path: path or address.
-        features: fitted features that encode the rows.
         faults: raises for damaged rows and files, or counts them.
     """
 
-    def __init__(self, path: str | Path, features: Encoding, faults: Faults) -> None:
-        self.path, self.features, self.faults = path, features, faults
+    def __init__(self, path: str | Path, faults: Faults) -> None:
+        self.path, self.faults = path, faults
 
     def names(self) -> set[str]:
         """List the files that have their final names: no part of it starts with "." or "_"."""
@@ -232,31 +235,39 @@ class _Folder:
         plain, question, options = str(self.path).partition("?")
         return f"{plain.rstrip('/')}/{name}{question}{options}"
 
+    @abstractmethod
+    def num_rows(self, name: str, faults: Faults) -> int:
+        """Return the number of rows in a complete file; 0 if it is empty, or damaged and counted."""
+
+
+class _Folder(FollowedFiles):
+    """Followed folder with samples.
+
+    Args:
+        path, faults: as for `FollowedFiles`.
+        features: fitted features that encode the rows.
+    """
+
+    def __init__(self, path: str | Path, features: Encoding, faults: Faults) -> None:
+        super().__init__(path, faults)
+        self.features = features
+
     def source(self, name: str, faults: Faults) -> ParquetSource | ArrowSource:
         """Open a complete file as a source of samples."""
         file = self.file(name)
-        if _is_parquet(file):
+        if is_parquet(file):
             return ParquetSource([file], self.features, faults, dictionaries=True)
-        try:
-            if is_address(file):
-                with opened(file) as content:
-                    table = pa.ipc.open_file(pa.py_buffer(content.read())).read_all()
-            else:
-                table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-        except (pa.ArrowException, OSError) as error:
-            faults.report(f"{file}: it is no Arrow IPC file that can be read: {error}", 0, str(file))
-            table = pa.table({})
-        return ArrowSource([(str(file), table)], self.features, faults)
+        return ArrowSource([(str(file), read_ipc(file, faults))], self.features, faults)
 
+    @override
     def num_rows(self, name: str, faults: Faults) -> int:
-        """Return the number of rows in a complete file; 0 if it is empty, or damaged and counted."""
         try:
             return int(self.source(name, faults).block_sizes.sum())
         except NoRowsError:
             return 0
 
 
-class _Planner:
+class FilePlanner:
     """Planner of the next steps on rank 0, from the files that a followed folder has.
 
     Args:
@@ -267,7 +278,7 @@ class _Planner:
     """
 
     def __init__(
-        self, folder: _Folder, position: FilePosition, broken_seconds: float, set_aside: Path | None
+        self, folder: FollowedFiles, position: FilePosition, broken_seconds: float, set_aside: Path | None
     ) -> None:
         self._folder, self._broken_seconds, self._set_aside = folder, broken_seconds, set_aside
         # First row that is in no step yet.
@@ -291,12 +302,23 @@ class _Planner:
         if self._known is None:
             self._refresh()
             if self._position.row < self._position.num_rows:
-                _check_version(self._folder.file(self._position.file), self._position.version)
+                check_version(self._folder.file(self._position.file), self._position.version)
                 plan.files.append(self._position)
         if not self._add_steps(plan, num):
             self._refresh()
             self._add_steps(plan, num)
         return plan
+
+    def next_file(self) -> FilePosition | None:
+        """Return the first row of the file after the position, and move there; None if it is not complete."""
+        for _ in range(2):
+            start = self._start_of(self._pending[0]) if self._pending else None
+            if start is not None:
+                self._position = start
+                del self._pending[0], self._starts[start.file]
+                return start
+            self._refresh()
+        return None
 
     def _add_steps(self, plan: _Plan, num: int) -> bool:
         """Add the next steps with ``num`` rows each to a plan, and return whether there are any."""
@@ -355,7 +377,7 @@ class _Planner:
 
     def _is_complete(self, file: File, name: str) -> bool:
         """Return whether a file has its last bytes, or has been incomplete for so long that it is damaged."""
-        magic = _PARQUET_MAGIC if _is_parquet(file) else _ARROW_MAGIC
+        magic = _PARQUET_MAGIC if is_parquet(file) else _ARROW_MAGIC
         with opened(file) as content:
             size = content.seek(0, os.SEEK_END)
             content.seek(max(0, size - len(magic)))
@@ -405,7 +427,7 @@ class _RankReader:
     def _read(self, start: FilePosition, num_before: int) -> Generator[Samples, None, None]:
         """Yield this rank's samples of a file; ``num_before`` rows of the steps are before it."""
         folder, file = self._folder, self._folder.file(start.file)
-        _check_version(file, start.version)
+        check_version(file, start.version)
         size = _READ_ROWS * min(self._axis.size, _MAX_READ_RANKS)
         for first, num, table in _tables(folder.source(start.file, folder.faults), start.row, size):
             rows = np.arange(max(first, start.row), first + num, dtype=np.int64)
@@ -457,7 +479,19 @@ def _tables(
             yield first, end - first, error
 
 
-def _is_parquet(file: File) -> bool:
+def read_ipc(file: File, faults: Faults) -> Any:
+    """Read an Arrow IPC file; an empty table if it is damaged and counted."""
+    try:
+        if is_address(file):
+            with opened(file) as content:
+                return pa.ipc.open_file(pa.py_buffer(content.read())).read_all()
+        return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except (pa.ArrowException, OSError) as error:
+        faults.report(f"{file}: it is no Arrow IPC file that can be read: {error}", 0, str(file))
+        return pa.table({})
+
+
+def is_parquet(file: File) -> bool:
     return suffix_of(file) == ".parquet"
 
 
@@ -479,7 +513,7 @@ def _modified(file: File) -> int:
     return Path(file).stat().st_mtime_ns // 1000
 
 
-def _check_version(file: File, version: str) -> None:
+def check_version(file: File, version: str) -> None:
     """Raise DataError if a file has another version, or has vanished."""
     now = _version(file)
     if now != version:

@@ -141,8 +141,9 @@ class _Pending:
 
     def num_ending_before(self, time: int) -> int:
         """Return the number of slots whose windows end before ``time``."""
-        ends = np.frombuffer(self.ends, dtype=np.int64) if self.ends else np.zeros(0, dtype=np.int64)
-        return int(np.searchsorted(ends, time)) - self.num_ended
+        if not len(self):
+            return 0
+        return int(np.searchsorted(np.frombuffer(self.ends, dtype=np.int64)[self.num_ended :], time))
 
     def remove(self, num: int) -> tuple[Ints, Ints, Bools]:
         """Remove the oldest ``num`` slots.
@@ -233,7 +234,8 @@ class LabelJoin:
         idle_seconds: event time by which one stream may hold back the other. A stream that is further behind
             counts as idle, and its next records may be late. None: a stream waits for the other without
             limit.
-        max_rows: number of records in memory above which ``on_full`` applies.
+        max_rows: number of records in memory above which ``on_full`` applies. An impression takes its Arrow
+            bytes, and about 200 bytes for the index of keys.
         on_full: "raise", or "decide" to decide about the oldest records early and count them.
         on_error: "raise" for invalid records, or "skip" to count and omit them.
         set_aside: file that receives records without a row as JSON lines, with stream, number and reason.
@@ -311,6 +313,12 @@ class LabelJoin:
     def num_bytes(self) -> int:
         """Bytes of the records in memory, without the index of keys."""
         return self._impressions.rows.num_bytes + self._actions.rows.num_bytes
+
+    @property
+    def stream_behind(self) -> str:
+        """Name of the stream whose largest time is smaller. To save memory, read it next."""
+        behind = min((self._impressions, self._actions), key=lambda stream: stream.max_time)
+        return behind.name
 
     def add(self, impressions: Any = None, actions: Any = None, *, watermark: int | None = None) -> Any:
         """Take the next records of both streams, and return the rows that are decided now.
