@@ -171,7 +171,7 @@ clients: build
 
 # Writes constraints.txt: the newest versions of everything beside the torch that it names, with and without the
 # extras that hold others back. Then run the suite.
-EXTRAS := cli,dask,data,docs,index,lightgbm,metrics,mlflow,movielens,ray,serve,sign,train,tune,wandb,dev
+EXTRAS := cli,dask,data,docs,index,lightgbm,metrics,mlflow,movielens,ray,serve,sign,streams,train,tune,wandb,dev
 lock:
 	rm -rf build/lock
 	for extras in dev $(EXTRAS); do \

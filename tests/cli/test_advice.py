@@ -21,7 +21,6 @@ from meshrec.cli import (
     export,
     fit,
     inspect,
-    join,
     launch,
     leaderboard,
     plan,
@@ -51,7 +50,6 @@ OPTIONS = {
     "export": [export.ExportOptions],
     "fit": [fit.FitOptions],
     "inspect": [inspect.InspectOptions],
-    "join": [join.JoinOptions],
     "launch": [
         launch.SlurmOptions,
         launch.KubernetesOptions,

@@ -9,6 +9,7 @@ from meshrec.lazy import import_on_use
 
 if TYPE_CHECKING:
     from meshrec.data.batch import Batch
+    from meshrec.data.broker_stream import BrokerStream
     from meshrec.data.criteo_data import criteo, criteo_reader
     from meshrec.data.dataset import (
         Dataset,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "BrokerStream",
     "DataError",
     "Dataset",
     "Feature",

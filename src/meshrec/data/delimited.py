@@ -10,7 +10,8 @@ from meshrec.data.faults import DataError, Faults
 from meshrec.data.samples import Bools, Ints
 
 # Arrow's own conversion would fail for the whole block, so values are tested before it, one by one.
-_PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)? *$"}
+INT_PATTERN, FLOAT_PATTERN = r"^ *[+-]?[0-9]+ *$", r"^ *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)? *$"
+"""Regular expressions for integers and numbers in text."""
 
 
 class Lines(NamedTuple):
@@ -128,7 +129,7 @@ def _cast_strings(
         column = table[name]
         if column.type == kind:
             continue
-        pattern = _PATTERNS["float" if pa.types.is_floating(kind) else "int"]
+        pattern = FLOAT_PATTERN if pa.types.is_floating(kind) else INT_PATTERN
         # An empty string stands for a missing value.
         good = pc.or_(pc.match_substring_regex(column, pattern), pc.equal(column, ""))
         mask = pc.fill_null(good, False).to_numpy(zero_copy_only=False)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -133,6 +133,77 @@ def append_json_lines(path: Path, items: list[dict[str, Any]]) -> None:
     """Append items to a file as JSON lines. Values that JSON does not have are written as strings."""
     with path.open("a", encoding="utf-8") as output:
         output.writelines(json.dumps(item, default=str) + "\n" for item in items)
+
+
+_MAX_REASONS = 1000
+"""Maximum number of reasons that are counted apart, because messages may contain values of records."""
+
+
+class Names(Protocol):
+    """Names by number, such as a list."""
+
+    def __getitem__(self, number: int, /) -> str:
+        """Return a name."""
+
+
+class RecordFaults(Faults):
+    """Handler of damaged records in a stream without end: counts them by reason, in bounded memory.
+
+    Warns of a reason once, with the first record.
+
+    Args:
+        on_error: "raise" or "skip".
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        super().__init__(on_error)
+        self.names: Names = ()
+        """Names of the records that are checked next. `check` takes them instead of row numbers."""
+
+    def report(
+        self, message: str, rows: int, file: str = "", *, is_allowed: bool = False, every_row: bool = False
+    ) -> None:
+        self.report_record(message, message, rows, is_allowed=is_allowed)
+
+    def report_record(self, reason: str, message: str, rows: int, *, is_allowed: bool = False) -> None:
+        """Raise an error for omitted records, or count them by reason.
+
+        Args:
+            reason: the problem, without the record.
+            message: the problem with the record.
+            rows: omitted row count.
+            is_allowed: as for `report`.
+
+        Raises:
+            DataError: the records are damaged, and on_error is "raise".
+        """
+        if not self.skipping and not is_allowed:
+            raise DataError(message.rstrip(".") + REMEDY)
+        if reason not in self.skipped and len(self.skipped) >= _MAX_REASONS:
+            reason = "further reasons"
+        if reason not in self.skipped:
+            _log.warning("skipped %s: %s", rows_text(rows), message)
+        self.skipped[reason] = self.skipped.get(reason, 0) + rows
+        self.by_file.setdefault("", {})[reason] = self.skipped[reason]
+
+    def check(
+        self,
+        valid: Bools,
+        good: Any,
+        message: str,
+        first_row: int | Ints = 0,
+        file: str = "",
+        *,
+        is_allowed: bool = False,
+    ) -> None:
+        bad = valid & ~np.asarray(good, dtype=np.bool_)
+        if num := int(bad.sum()):
+            named = message.replace("row {row}", self.names[int(bad.argmax())])
+            reason = message.replace("row {row} ", "")
+            self.report_record(
+                reason, f"{named} ({rows_text(num)} of {len(bad)})", num, is_allowed=is_allowed
+            )
+            valid &= ~bad
 
 
 def rows_text(num: int) -> str:

@@ -201,11 +201,11 @@ def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = 
         DataError: a value has another kind; the message names the column and sample.
     """
     return pa.table(
-        {name: _array(name, values, raw.columns[name], where) for name, values in columns.items()}
+        {name: column_of(name, values, raw.columns[name], where) for name, values in columns.items()}
     )
 
 
-def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
+def column_of(name: str, values: Sequence[Any], kind: Any, where: str = "") -> Any:
     """Build an Arrow array with an entry per sample, possibly a list.
 
     Args:

@@ -59,3 +59,10 @@ class Stream(ABC):
             DataError: a record that this rank reads is damaged, or records after ``position`` are gone.
             ValueError: ``batch_size`` is below 1.
         """
+
+    def on_checkpoint(self, position: Position) -> None:  # noqa: B027 - most streams have nothing to do
+        """Take note that the run will not continue from before a position. Called on every rank.
+
+        Args:
+            position: position in the oldest checkpoint from which the run may continue.
+        """

@@ -1,0 +1,113 @@
+"""Interface of message brokers: partitions of records, each with an ID that increases in its partition."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from meshrec.data.faults import DataError
+
+RecordId = str | int
+"""ID of a record in its partition: a Redis stream ID, or a Kafka offset. A plain value."""
+Payload = bytes | dict[bytes, bytes]
+"""Content of a record: a JSON object, an Arrow IPC stream, or a text per column. See data/messages.py."""
+
+
+class BrokerAwayError(Exception):
+    """The broker does not answer now. The request may be repeated later."""
+
+
+class Records(NamedTuple):
+    """Consecutive records of a partition. All lists have an entry per record."""
+
+    ids: list[RecordId]
+    times: list[int]
+    """Time at which the broker or the producer wrote the record, in microseconds since 1970."""
+    payloads: list[Payload]
+
+    @staticmethod
+    def empty() -> "Records":
+        """Return no records, to which records may be added."""
+        return Records([], [], [])
+
+
+class Broker(ABC):
+    """Connection to a broker, which reads the records of some partitions.
+
+    Attributes:
+        name: address without user, password and options, for messages.
+        start: ID before the first record of every partition.
+    """
+
+    name: str
+    start: RecordId
+
+    @abstractmethod
+    def partitions(self) -> Sequence[str]:
+        """Return the names of all partitions that exist now.
+
+        Raises:
+            BrokerAwayError: the broker does not answer.
+            DataError: the broker refuses access.
+        """
+
+    @abstractmethod
+    def seek(self, ids: Mapping[str, RecordId]) -> None:
+        """Read partitions from now on, in addition to those of earlier calls.
+
+        Args:
+            ids: ID by partition. Records after it are read, in order.
+        """
+
+    @abstractmethod
+    def read(self, partitions: Sequence[str], max_bytes: int) -> dict[str, Records]:
+        """Return the next records by partition. Partitions without new records are missing.
+
+        Args:
+            partitions: partitions to read, a part of those of `seek`.
+            max_bytes: size of records after which no more are requested; an approximate limit.
+
+        Raises:
+            BrokerAwayError: the broker does not answer.
+            DataError: records after the last one that was read, or after the ID of `seek`, are gone; or the
+                broker refuses access.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection. A later call opens another, which reads no partitions yet."""
+
+
+def gone(broker: Broker, partition: str, last: RecordId, reason: str) -> DataError:
+    """Create the error for records that a broker has deleted before they were read.
+
+    Args:
+        broker: the broker.
+        partition: partition name.
+        last: ID of the last record that was read.
+        reason: what the broker says.
+    """
+    return DataError(
+        f"{broker.name}: records of {partition!r} after {last} are gone: {reason}. Let the broker keep "
+        "records until a checkpoint has their positions. To go on without them, start from the weights of "
+        "the run, without its position."
+    )
+
+
+def split_address(address: str) -> tuple[SplitResult, str]:
+    """Split the address of a broker, and return the parts with a name for messages.
+
+    The name has no user, password and options, which are secrets.
+
+    Raises:
+        ValueError: the address has no host, or a port that is not a number.
+    """
+    parts = urlsplit(address)
+    name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return parts, name
+
+
+def sizes(payloads: Sequence[Payload]) -> Iterator[int]:
+    """Yield the size of every payload in bytes."""
+    for payload in payloads:
+        yield len(payload) if isinstance(payload, bytes) else sum(map(len, payload.values()))
