@@ -92,6 +92,8 @@ def test_copies_of_an_estimator_predict_alike(fitted, tmp_path):
     assert clone(fitted).get_params() == fitted.get_params()
     with pytest.raises(ValueError, match="Classifier"):
         meshrec.Regressor.load(tmp_path / "model")
+    with pytest.raises(FileExistsError, match="model"):
+        fitted.save(tmp_path / "model")
 
 
 def test_contributions_add_up_and_name_the_column_that_decides(fitted, tmp_path, capsys, monkeypatch):
@@ -206,6 +208,10 @@ def test_a_recommender_recommends_and_finds_similar_items(tmp_path, monkeypatch)
     assert similar["score"].is_monotonic_decreasing
     with pytest.raises(DataError, match="nowhere"):
         model.similar(["i4", "nowhere"])
+    with pytest.raises(DataError, match=r"^the table of users.*'user' holds text"):
+        model.recommend(["u3"])
+    with pytest.raises(ValueError, match="k is 0"):
+        model.recommend([3], k=0)
     five = ["i1", "i4", "i5", "i2", "i3"]
     of_five = model.similar(five, k=3)
     monkeypatch.setattr("meshrec.runs.recommending._ITEMS_PER_BLOCK", 2)
@@ -237,6 +243,15 @@ def test_items_of_a_user_stay_candidates_where_the_recipe_says_so():
         (lambda: meshrec.Classifier(label="clicked", options={"training.epoch": 1}).fit(clicks()), "epochs"),
         (lambda: meshrec.Regressor(label="clicked").fit(clicks()), "clicked"),
         (lambda: meshrec.Ranker(label="clicked", query="user").fit(clicks(), [1]), "y"),
+        (lambda: meshrec.Classifier(label=3).fit(clicks()), "label is 3"),
+        (lambda: meshrec.Classifier(label="clicked", calibration="beta").fit(clicks()), "beta"),
+        (
+            lambda: meshrec.Classifier(label="clicked", options={"training.batch_size": "many"}).fit(
+                clicks()
+            ),
+            r"training.batch_size is 'many'.*such as \d",
+        ),
+        (lambda: meshrec.Classifier.load("nowhere"), "nowhere"),
     ],
 )
 def test_mistakes_are_named(call, value):

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -190,7 +190,13 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
 
         Args:
             folder: folder to create. It must not exist, or be empty.
+
+        Raises:
+            FileExistsError: the folder has files, or is a file.
         """
+        path = Path(folder)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise FileExistsError(f"{folder} exists already, and is no empty folder. Name another folder.")
         # ``load`` needs the constructor arguments, and the attributes set by ``fit``.
         about = {
             "class": type(self).__name__,
@@ -198,7 +204,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             "fitted": self._fitted_attributes(),
         }
         run = self.run_
-        with durable_folder(Path(folder)) as parts:
+        with durable_folder(path) as parts:
             (parts / _ABOUT).write_text(json.dumps(about, default=_to_json) + "\n", encoding="utf-8")
             _unpack_run(_pack_run(run), parts)
 
@@ -210,8 +216,10 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             folder: the folder.
 
         Raises:
-            ValueError: an estimator of another class was saved there.
+            ValueError: no estimator, or one of another class, was saved there.
         """
+        if not (Path(folder) / _ABOUT).is_file():
+            raise ValueError(f"{folder} holds no saved estimator. Name a folder that `save` wrote.")
         about = json.loads((Path(folder) / _ABOUT).read_text(encoding="utf-8"))
         if about["class"] != cls.__name__:
             raise ValueError(
@@ -283,6 +291,11 @@ class _TableEstimator:
                 f"{type(self).__name__} requires y to be passed, but the target y is None, and no label is "
                 f"named. Give fit(X, y), or {type(self).__name__}(label=COLUMN)."
             )
+        for name, column in (("label", self._target), ("time", self.time), ("query", query)):
+            if column is not None and not isinstance(column, str):
+                raise ValueError(
+                    f"{name} is {column!r}; it must be a column name as text, such as {str(column)!r}."
+                )
         with self._fit_folder() as folder:
             options = InspectOptions(
                 data=self._paths(table, folder),
@@ -463,6 +476,10 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
         Raises:
             ValueError: the data cannot be learned from; the message says why.
         """
+        kinds = get_args(CalibrationKind)
+        # Before training, which may take hours.
+        if self.calibration is not None and self.calibration not in kinds:
+            raise ValueError(f"calibration is {self.calibration!r}; it must be one of {kinds}, or None.")
         if y is not None:
             _multiclass.check_classification_targets(y)
         self._fit(X, y, None)
@@ -705,6 +722,10 @@ class Recommender(_Estimator):
         Returns:
             A table with user, rank, item and score, for pandas or polars if ``fit`` was given such a table,
             else for Arrow.
+
+        Raises:
+            DataError: no users are given, or values of another kind than in the log.
+            ValueError: ``k`` is below 1.
         """
         _checks.check_is_fitted(self)
         ranks = join(choose_device(self.device))

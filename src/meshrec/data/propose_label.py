@@ -54,7 +54,7 @@ def label_of(
     if column.num_missing and not skip_unlabelled:
         raise ValueError(
             f"--label {name}: {column.num_missing:,} of {column.num_rows:,} rows have none. "
-            "--skip-unlabelled leaves them out, and counts them."
+            "--skip-unlabelled of `meshrec inspect` leaves them out, and counts them; or drop them."
         )
     label, reason = _label_of_values(profile, name, task)
     if column.num_missing:

@@ -168,7 +168,12 @@ def recommendations(
     Yields:
         Item IDs [B, K] and scores [B, K], best item first, with users in the recommender's order. Only
         rank 0 yields.
+
+    Raises:
+        ValueError: ``k`` is below 1.
     """
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1.")
     seen = None if (recommender.keep_seen if keep_seen is None else keep_seen) else SEEN
     model: Any = recommender.model
     # A sharded model is wrapped by DistributedModelParallel.
@@ -246,18 +251,22 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
     # Read with the type in the log, because users are compared with those in the log.
     kind = kind_of(logged.type)
     table = read_columns(str(path) if isinstance(path, Path) else path, [name], {name: kind})
+    location = path if isinstance(path, str | Path) else "the table of users"
     if name not in table.column_names or not table.num_rows:
-        raise DataError(f"{path} has no users in a column {name!r}. Call it as in the log, and give some.")
+        raise DataError(
+            f"{location} has no users in a column {name!r}. Call it as in the log, and give some."
+        )
     missing = is_missing(values := table[name].combine_chunks())
     if missing is not None and missing.any():
         raise DataError(
-            f"{path}: column {name!r} has no user in row {int(missing.argmax())}. Leave out rows without one."
+            f"{location}: column {name!r} has no user in row {int(missing.argmax())}. Leave out rows "
+            "without one."
         )
     values = one_number(whole(values))
     if kind_of(values.type) != kind:
         raise DataError(
-            f"{path}: column {name!r} holds {kind_of(values.type)}, and the log's {kind}. Give it as it is "
-            "in the log."
+            f"{location}: column {name!r} holds {kind_of(values.type)}, and the log's {kind}. Give it as it "
+            "is in the log."
         )
     return values
 

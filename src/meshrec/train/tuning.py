@@ -176,11 +176,14 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         values: new values by dotted option name.
 
     Raises:
-        ValueError: an option does not exist.
+        ValueError: an option does not exist, or its value has a wrong type or is not allowed.
     """
     for name, value in values.items():
-        get_option(recipe, name)
-        recipe = _with_value(recipe, name.split("."), value)
+        present = get_option(recipe, name)
+        try:
+            recipe = _with_value(recipe, name.split("."), value)
+        except TypeError as error:  # a check of the recipe that compares values
+            raise ValueError(f"{name} is {value!r}; it must be a value such as {present!r}.") from error
     return recipe
 
 
