@@ -21,6 +21,7 @@ from meshrec.cli import (
     export,
     fit,
     inspect,
+    join,
     launch,
     leaderboard,
     plan,
@@ -50,6 +51,7 @@ OPTIONS = {
     "export": [export.ExportOptions],
     "fit": [fit.FitOptions],
     "inspect": [inspect.InspectOptions],
+    "join": [join.JoinOptions],
     "launch": [
         launch.SlurmOptions,
         launch.KubernetesOptions,

@@ -305,7 +305,7 @@ def test_early_decisions_leave_one_row_per_impression(negatives):
 def test_over_the_limit_is_an_error_that_takes_no_records():
     join = create(max_rows=2)
     join.add(shown([1, 2, 3], [0, 1, 2]))
-    with pytest.raises(RuntimeError, match=r"3 records.*max_rows=2"):
+    with pytest.raises(DataError, match=r"3 records.*max_rows=2"):
         join.add(None, acted([1], [1]))
     larger = create(max_rows=3)
     larger.load_state_dict(join.state_dict())

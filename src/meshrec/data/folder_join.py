@@ -61,6 +61,7 @@ class FolderJoin:
 
     Attributes:
         faults: counts of damaged files, by reason.
+        num_written: number of rows in ``output``, including files that were removed.
 
     Raises:
         ValueError: an argument is not as described.
@@ -109,7 +110,7 @@ class FolderJoin:
         self._initial: dict[str, Any] = {"join": join.state_dict(), "positions": [{}, {}], "num_written": 0}
         self._readers: list[FolderTables] = []
         # Written rows, records read since the last snapshot, and time of the last file.
-        self._num_written, self._num_read, self._written_at = 0, 0, 0.0
+        self.num_written, self._num_read, self._written_at = 0, 0, 0.0
         # Since the last file or snapshot: the decided rows, and the calls: index of the stream, number of
         # records and None, or None, 0 and a watermark.
         self._rows: list[Any] = []
@@ -122,8 +123,9 @@ class FolderJoin:
             stop: called when all records of both folders have been read.
 
         Raises:
-            DataError: a record or a file is damaged, or has changed since it was read.
-            RuntimeError: another process writes to the output, or too many records wait for their labels.
+            DataError: a record or file is damaged, a file has changed since it was read, or too many records
+                wait for their labels.
+            ValueError: another process writes to the output.
         """
         self._output.mkdir(parents=True, exist_ok=True)
         with self._locked():
@@ -172,10 +174,10 @@ class FolderJoin:
         if self._rows:
             table = pa.concat_tables(self._rows).combine_chunks()
             table = table.replace_schema_metadata({_METADATA: json.dumps(self._calls)})
-            path = self._output / _file_name(self._num_written)
+            path = self._output / _file_name(self.num_written)
             with durable_file(path) as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
-            self._num_written += table.num_rows
+            self.num_written += table.num_rows
             self._rows, self._calls = [], []
         if self._num_read >= self._snapshot_rows:
             self._save()
@@ -186,7 +188,7 @@ class FolderJoin:
         state = {
             "join": self._join.state_dict(),
             "positions": [reader.position._asdict() for reader in self._readers],
-            "num_written": self._num_written,
+            "num_written": self.num_written,
         }
         torch.save(state, buffer)
         write_durably(self._output / _STATE, buffer.getvalue())
@@ -198,16 +200,16 @@ class FolderJoin:
         if (self._output / _STATE).exists():
             state = torch.load(self._output / _STATE, weights_only=True)
         self._join.load_state_dict(state["join"])
-        self._num_written = state["num_written"]
+        self.num_written = state["num_written"]
         self._rows, self._calls, self._num_read = [], [], 0
         self._readers = [
             FolderTables(folder, self.faults, position=FilePosition(**position))
             for folder, position in zip(self._folders, state["positions"], strict=True)
         ]
         names = sorted(file.name for file in self._output.glob("[0-9]*.arrow"))
-        for name in (name for name in names if name >= _file_name(self._num_written)):
+        for name in (name for name in names if name >= _file_name(self.num_written)):
             self._repeat(name)
-        _log.info("joining to %s, which has %s rows", self._output, f"{self._num_written:,}")
+        _log.info("joining to %s, which has %s rows", self._output, f"{self.num_written:,}")
 
     def _repeat(self, name: str) -> None:
         """Repeat the calls that led to a file, which must give as many rows."""
@@ -215,9 +217,9 @@ class FolderJoin:
         with pa.ipc.open_file(pa.memory_map(str(path))) as file:
             calls = json.loads((file.schema.metadata or {}).get(_METADATA, "null"))
             num_rows = sum(file.get_batch(index).num_rows for index in range(file.num_record_batches))
-        if calls is None or name != _file_name(self._num_written):
+        if calls is None or name != _file_name(self.num_written):
             raise DataError(
-                f"{path} does not continue the {self._num_written:,} rows before it. Put removed files back, "
+                f"{path} does not continue the {self.num_written:,} rows before it. Put removed files back, "
                 "or join to an empty folder."
             )
         for index, num, watermark in calls:
@@ -234,7 +236,7 @@ class FolderJoin:
                 f"{path} has {num_rows:,} rows, and the same records give {found:,} now. Put the files of "
                 "both folders back, or join to an empty folder."
             )
-        self._num_written += num_rows
+        self.num_written += num_rows
         self._rows, self._calls = [], []
 
     @contextlib.contextmanager
@@ -245,7 +247,7 @@ class FolderJoin:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise RuntimeError(
+                raise ValueError(
                     f"another process joins records to {self._output}. Stop it, or take another folder."
                 ) from error
             yield

@@ -334,13 +334,13 @@ class LabelJoin:
             impressions.
 
         Raises:
-            DataError: a column is missing or has another type, or a record is invalid. No record was taken.
-            RuntimeError: more than ``max_rows`` records are in memory. No record was taken.
+            DataError: a column is missing or has another type, a record is invalid, or more than ``max_rows``
+                records are in memory. No record was taken.
         """
         streams = (self._impressions, impressions), (self._actions, actions)
         given = [(stream, table) for stream, table in streams if table is not None]
         if given and self.num_rows > self._max_rows and not self._decides_early:
-            raise RuntimeError(
+            raise DataError(
                 f"{self.num_rows:,} records wait for their labels, more than max_rows={self._max_rows:,}. "
                 "Raise max_rows, shorten the window, set idle_seconds if one stream is behind, or take "
                 "on_full='decide'."
