@@ -181,6 +181,14 @@ def test_integers_have_the_given_unit():
     assert join.counts["unmatched_actions"] == 1
 
 
+def test_the_largest_times_and_durations_do_not_overflow():
+    seconds, largest = 2**61 / SECOND, 3 * 2**61 - 2
+    join = create(time_unit="ns", window_seconds=seconds, allowed_lateness_seconds=seconds)
+    rows = labels(join.add(shown([1, 2], [-largest, largest]), acted([2], [largest])))
+    assert rows + labels(join.finish()) == [(0, 1), (1, 2)]
+    assert (join.num_rows, join.num_bytes) == (0, 0)
+
+
 def test_keys_of_a_dictionary_are_their_values():
     impressions, actions = streams(3, key="{}".format)
     encoded = impressions.set_column(0, "key", impressions["key"].dictionary_encode())
@@ -195,6 +203,9 @@ def test_invalid_records_are_an_error_before_any_record_is_taken():
     join = create()
     with pytest.raises(DataError, match=r"actions, record 1:.*None"):
         join.add(impressions, broken)
+    far = pa.table({"key": [1], "ts": pa.array([2**40], pa.timestamp("s")), "number": [0], "text": [""]})
+    with pytest.raises(DataError, match=r"impressions, record 0:.*1099511627776"):
+        join.add(far)
     rows = labels(join.add(impressions, actions)) + labels(join.finish())
     assert rows == expected(plain_join(impressions, actions, at_once=False)[0])
 

@@ -1,11 +1,12 @@
-"""Rows of a stream that wait in memory: Arrow rows by number, and numbers in the order of their times."""
+"""Rows of a stream that wait in memory: Arrow rows by number, numbers by time, and impressions by key."""
 
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshrec.data.arrow import pa
-from meshrec.data.samples import Ints
+from meshrec.data.samples import Bools, Ints
 
 # Rows up to which adjacent chunks are merged: large enough that few chunks are searched, small enough that a
 # merge takes milliseconds.
@@ -183,3 +184,55 @@ class TimeQueue:
     def rows(self) -> Timed:
         """Return all rows without removing them."""
         return Timed.concatenated(self._runs)
+
+
+class PendingImpressions:
+    """Impressions before the watermark whose windows have not ended, in the order of their times.
+
+    An impression has a slot: its number in this order. The index of keys is a dictionary, which takes about
+    half of the time of a join: it works for keys of any type, and needs no check for collisions of hashes.
+    """
+
+    def __init__(self) -> None:
+        # Slot of the last impression by key.
+        self.slot_of: dict[Any, int] = {}
+        # By slot, from `first` on. Ended slots are removed from the front, when they are half of all.
+        self.ends, self.numbers, self.has_action = array("q"), array("q"), bytearray()
+        self.keys: list[Any] = []
+        # Slot of the first elements above, and the number of removed elements before the first live slot.
+        self.first, self.num_ended = 0, 0
+
+    def __len__(self) -> int:
+        return len(self.ends) - self.num_ended
+
+    def num_ending_before(self, time: int) -> int:
+        """Return the number of slots whose windows end before ``time``."""
+        if not len(self):
+            return 0
+        return int(np.searchsorted(np.frombuffer(self.ends, dtype=np.int64)[self.num_ended :], time))
+
+    def remove(self, num: int) -> tuple[Ints, Ints, Bools]:
+        """Remove the oldest ``num`` slots.
+
+        Returns:
+            - The end per window, int64 [num].
+            - The impression number, int64 [num].
+            - Whether there was an action, bool [num].
+        """
+        start, stop = self.num_ended, self.num_ended + num
+        slot_of, first = self.slot_of, self.first
+        for slot, key in enumerate(self.keys[start:stop], first + start):
+            # A later impression with the same key has replaced it.
+            if slot_of.get(key) == slot:
+                del slot_of[key]
+        removed = (
+            np.array(self.ends[start:stop], dtype=np.int64),
+            np.array(self.numbers[start:stop], dtype=np.int64),
+            np.array(self.has_action[start:stop], dtype=np.bool_),
+        )
+        self.num_ended = stop
+        if 2 * stop > len(self.ends):
+            for values in (self.ends, self.numbers, self.has_action, self.keys):
+                del values[:stop]
+            self.first, self.num_ended = first + stop, 0
+        return removed

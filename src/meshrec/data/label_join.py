@@ -25,13 +25,23 @@ import logging
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshrec.data.arrow import pa, records_of
+from meshrec.data.event_columns import (
+    MAX_TIME,
+    TimeUnit,
+    key_kind,
+    key_values,
+    nanoseconds,
+    table_bytes,
+    table_of,
+    value_type,
+)
 from meshrec.data.faults import (
     REMEDY,
     DataError,
@@ -40,18 +50,14 @@ from meshrec.data.faults import (
     missing_column,
     rows_text,
 )
-from meshrec.data.held_rows import HeldRows, Timed, TimeQueue
+from meshrec.data.held_rows import HeldRows, PendingImpressions, Timed, TimeQueue
 from meshrec.data.samples import Bools, Ints
 
 _log = logging.getLogger(__name__)
 
-TimeUnit = Literal["s", "ms", "us", "ns"]
-"""Unit of a time that is stored as an integer."""
-
-_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-# Times and durations in nanoseconds are limited, so that their sums and differences are int64 values.
+# Durations in nanoseconds are limited, so that their sums with times are int64 values.
 _MAX_DURATION = 2**61
-_MAX_TIME, _MIN_TIME = 3 * 2**61, -3 * 2**61
+_MIN_TIME = -MAX_TIME
 # Watermark of two streams that have ended, and of two that have not begun.
 _END, _START = 2**63 - 1, -(2**63)
 
@@ -103,7 +109,7 @@ class _Stream:
             "waiting_times": _tensor(waiting.times),
             "waiting_numbers": _tensor(waiting.numbers),
             "row_numbers": _tensor(numbers),
-            "rows": None if table is None else _table_bytes(table),
+            "rows": None if table is None else table_bytes(table),
         }
 
     @staticmethod
@@ -114,62 +120,10 @@ class _Stream:
         # Equal times are in the order of their numbers, and so is a run of the queue.
         stream.waiting.append(state["waiting_times"].numpy(), state["waiting_numbers"].numpy())
         if state["rows"] is not None:
-            table = _table_of(state["rows"])
+            table = table_of(state["rows"])
             stream.schema = table.schema
             stream.rows.append(state["row_numbers"].numpy(), table)
         return stream
-
-
-class _Pending:
-    """Impressions before the watermark whose windows have not ended, in the order of their times.
-
-    An impression has a slot: its number in this order. Dictionary lookups of keys decide about half of the
-    speed of a join. They need neither hashes of our own nor a check for collisions.
-    """
-
-    def __init__(self) -> None:
-        # Slot of the last impression by key.
-        self.slot_of: dict[Any, int] = {}
-        # By slot, from `first` on. Ended slots are removed from the front, when they are half of all.
-        self.ends, self.numbers, self.has_action = array("q"), array("q"), bytearray()
-        self.keys: list[Any] = []
-        # Slot of the first elements above, and the number of removed elements before the first live slot.
-        self.first, self.num_ended = 0, 0
-
-    def __len__(self) -> int:
-        return len(self.ends) - self.num_ended
-
-    def num_ending_before(self, time: int) -> int:
-        """Return the number of slots whose windows end before ``time``."""
-        if not len(self):
-            return 0
-        return int(np.searchsorted(np.frombuffer(self.ends, dtype=np.int64)[self.num_ended :], time))
-
-    def remove(self, num: int) -> tuple[Ints, Ints, Bools]:
-        """Remove the oldest ``num`` slots.
-
-        Returns:
-            - The end per window, int64 [num].
-            - The impression number, int64 [num].
-            - Whether there was an action, bool [num].
-        """
-        start, stop = self.num_ended, self.num_ended + num
-        slot_of, first = self.slot_of, self.first
-        for slot, key in enumerate(self.keys[start:stop], first + start):
-            # A later impression with the same key has replaced it.
-            if slot_of.get(key) == slot:
-                del slot_of[key]
-        removed = (
-            np.array(self.ends[start:stop], dtype=np.int64),
-            np.array(self.numbers[start:stop], dtype=np.int64),
-            np.array(self.has_action[start:stop], dtype=np.bool_),
-        )
-        self.num_ended = stop
-        if 2 * stop > len(self.ends):
-            for values in (self.ends, self.numbers, self.has_action, self.keys):
-                del values[:stop]
-            self.first, self.num_ended = first + stop, 0
-        return removed
 
 
 class _Matches(NamedTuple):
@@ -277,7 +231,7 @@ class LabelJoin:
         set_aside: Path | None = None,
     ) -> None:
         _check_choice("negatives", negatives, ("at_window_end", "at_once"))
-        _check_choice("time_unit", time_unit, tuple(_NANOSECONDS))
+        _check_choice("time_unit", time_unit, get_args(TimeUnit))
         _check_choice("on_full", on_full, ("raise", "decide"))
         _check_choice("on_error", on_error, ("raise", "skip"))
         if len({key, time, label}) < 3:
@@ -292,7 +246,7 @@ class LabelJoin:
         self._max_rows, self._decides_early = max_rows, on_full == "decide"
         self._skips, self._set_aside = on_error == "skip", set_aside
         self._impressions, self._actions = _Stream("impressions"), _Stream("actions")
-        self._pending = _Pending()
+        self._pending = PendingImpressions()
         # Impressions that need no more rows, until the rows of the call are returned.
         self._finished: list[Ints] = []
         # All records before it have been processed.
@@ -336,6 +290,7 @@ class LabelJoin:
         Raises:
             DataError: a column is missing or has another type, a record is invalid, or more than ``max_rows``
                 records are in memory. No record was taken.
+            OSError: ``set_aside`` cannot be written. Continue from an earlier state.
         """
         streams = (self._impressions, impressions), (self._actions, actions)
         given = [(stream, table) for stream, table in streams if table is not None]
@@ -365,7 +320,7 @@ class LabelJoin:
         pending = self._pending
         keys = None
         if len(pending):
-            field = pa.field(self._key, _value_type(self._impressions.schema.field(self._key).type))
+            field = pa.field(self._key, value_type(self._impressions.schema.field(self._key).type))
             keys = pa.table([pa.array(pending.keys[pending.num_ended :], field.type)], pa.schema([field]))
         return {
             "options": self._options(),
@@ -377,12 +332,12 @@ class LabelJoin:
                 "ends": _tensor(np.array(pending.ends[pending.num_ended :], dtype=np.int64)),
                 "numbers": _tensor(np.array(pending.numbers[pending.num_ended :], dtype=np.int64)),
                 "has_action": _tensor(np.array(pending.has_action[pending.num_ended :], dtype=np.uint8)),
-                "keys": None if keys is None else _table_bytes(keys),
+                "keys": None if keys is None else table_bytes(keys),
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of a join with the same options. Limits and error handling may differ.
+        """Continue from a state of a join with the same options. Limits and ``on_error`` may differ.
 
         Args:
             state: output of `state_dict`.
@@ -400,12 +355,12 @@ class LabelJoin:
                 f"the state comes from a label join with other options: {'; '.join(differences)}. Create the "
                 "join with the options of the state, or start without a state."
             )
-        pending, saved = _Pending(), state["pending"]
+        pending, saved = PendingImpressions(), state["pending"]
         pending.ends = array("q", saved["ends"].tolist())
         pending.numbers = array("q", saved["numbers"].tolist())
         pending.has_action = bytearray(saved["has_action"].tolist())
         if saved["keys"] is not None:
-            pending.keys = _values(_table_of(saved["keys"]), self._key)
+            pending.keys = key_values(table_of(saved["keys"]), self._key)
         pending.slot_of = {key: slot for slot, key in enumerate(pending.keys)}
         self._impressions = _Stream.restored("impressions", state["impressions"])
         self._actions = _Stream.restored("actions", state["actions"])
@@ -421,6 +376,9 @@ class LabelJoin:
             "allowed_lateness": self._lateness,
             "at_once": self._at_once,
             "idle": self._idle,
+            "time_unit": self._time_unit,
+            # Without it, only key and time of actions are held.
+            "sets_aside": self._set_aside is not None,
         }
 
     def _checked(self, stream: _Stream, table: Any) -> _Arrival:
@@ -436,11 +394,11 @@ class LabelJoin:
             table = table.select([self._key, self._time])
         table = table.replace_schema_metadata(None)
         self._check_types(stream, table.schema)
-        times, is_valid = _nanoseconds(table[self._time], self._time_unit)
+        times, is_valid = nanoseconds(table[self._time], self._time_unit)
         is_valid &= table[self._key].is_valid().to_numpy()
         if not self._skips and not is_valid.all():
             row = int(is_valid.argmin())
-            record = table.select([self._key, self._time]).slice(row, 1).to_pylist()[0]
+            record = records_of(table.select([self._key, self._time]).slice(row, 1))[0]
             raise DataError(
                 f"{stream.name}, record {stream.count + row:,}: {record}; key and time must be present, and "
                 f"the time from 1751 to 2188{REMEDY}"
@@ -455,7 +413,7 @@ class LabelJoin:
                 f"{_shown(schema)}. Write the same columns in every file, or start a new join."
             )
         key, time = (schema.field(name).type for name in (self._key, self._time))
-        if _key_kind(key) is None:
+        if key_kind(key) is None:
             raise DataError(
                 f"{stream.name}: the key {self._key!r} is {key}. Take integers, strings or bytes."
             )
@@ -467,7 +425,7 @@ class LabelJoin:
         schemas = {s.name: s.schema for s in (self._impressions, self._actions) if s.schema is not None}
         schemas |= {stream.name: arrival.table.schema for stream, arrival in arrivals}
         types = {name: schema.field(self._key).type for name, schema in schemas.items()}
-        if len({_key_kind(kind) for kind in types.values()}) > 1:
+        if len({key_kind(kind) for kind in types.values()}) > 1:
             text = " and ".join(f"{kind} in {name}" for name, kind in types.items())
             raise DataError(f"the key {self._key!r} is {text}. Write the same kind of key to both.")
 
@@ -565,7 +523,7 @@ class LabelJoin:
         """Return the keys of held records as Python values."""
         if len(records.numbers) == 0:
             return []
-        return _values(stream.rows.take(records.numbers, [self._key]), self._key)
+        return key_values(stream.rows.take(records.numbers, [self._key]), self._key)
 
     def _end_windows(self, num: int) -> _Decided:
         """End the windows of the oldest ``num`` impressions, and return their negatives, if any are due."""
@@ -591,13 +549,12 @@ class LabelJoin:
 
     def _labelled(self, decided: _Decided) -> Any:
         """Return decided rows with their labels, and release the impressions that are finished."""
-        schema = self._impressions.schema
+        finished, self._finished = self._finished, []
+        rows, schema = self._impressions.rows, self._impressions.schema
         if schema is None:
             return pa.table({})
-        rows = self._impressions.rows
         table = rows.take(decided.numbers) if len(decided.numbers) else schema.empty_table()
-        rows.release(np.concatenate([np.zeros(0, dtype=np.int64), *self._finished]))
-        self._finished = []
+        rows.release(np.concatenate(finished))
         return table.append_column(self._label, pa.array(decided.labels))
 
     def _count_left_out(
@@ -637,45 +594,6 @@ def _duration(name: str, seconds: float) -> int:
     return round(seconds * 10**9)
 
 
-def _nanoseconds(column: Any, unit: TimeUnit) -> tuple[Ints, Bools]:
-    """Convert timestamps, or integers in a unit.
-
-    Returns:
-        - Nanoseconds since 1970, int64 [n]; 0 for invalid times.
-        - Whether a time is present and in range, bool [n].
-    """
-    factor = _NANOSECONDS[column.type.unit if pa.types.is_timestamp(column.type) else unit]
-    is_valid = column.is_valid().to_numpy()
-    if pa.types.is_timestamp(column.type):
-        column = column.cast(pa.int64())
-    values = column.fill_null(0).to_numpy()
-    is_valid &= (values >= -(_MAX_TIME // factor)) & (values <= _MAX_TIME // factor)
-    return np.where(is_valid, values, 0).astype(np.int64) * factor, is_valid
-
-
-def _value_type(kind: Any) -> Any:
-    """Return the type of a column's values: that of its dictionary, if it has one."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _key_kind(kind: Any) -> str | None:
-    """Return "integers", "strings" or "bytes"; None for types that are not supported as keys."""
-    kind, types = _value_type(kind), pa.types
-    if types.is_integer(kind):
-        return "integers"
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        return "strings"
-    is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-    return "bytes" if is_bytes else None
-
-
-def _values(table: Any, name: str) -> list[Any]:
-    """Return a key column as Python values."""
-    column = table[name]
-    values: list[Any] = column.cast(_value_type(column.type)).to_numpy().tolist()
-    return values
-
-
 def _shown(schema: Any) -> str:
     """Format a schema in one line."""
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
@@ -684,16 +602,3 @@ def _shown(schema: Any) -> str:
 def _tensor(values: Any) -> Tensor:
     """Copy a NumPy array to a tensor."""
     return torch.from_numpy(values.copy())
-
-
-def _table_bytes(table: Any) -> Tensor:
-    """Serialize a table as an Arrow IPC stream, uint8 [n]."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return _tensor(np.frombuffer(sink.getvalue(), dtype=np.uint8))
-
-
-def _table_of(content: Tensor) -> Any:
-    """Read the output of `_table_bytes`. The table has a copy of the bytes."""
-    return pa.ipc.open_stream(pa.py_buffer(content.numpy().tobytes())).read_all()
