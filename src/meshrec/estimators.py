@@ -780,6 +780,7 @@ class _ProgressLine:
     def __call__(self, event: Event) -> None:
         match event:
             case Started():
+                assert event.num_steps is not None  # estimators train on data that ends
                 self._num_steps = event.num_steps
             case Evaluated(line, _):
                 self._quality = f"  {leading_text(line)}"

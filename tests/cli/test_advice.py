@@ -20,6 +20,7 @@ from meshrec.cli import (
     explain,
     export,
     fit,
+    follow,
     inspect,
     join,
     launch,
@@ -50,6 +51,7 @@ OPTIONS = {
     "explain": [explain.ExplainOptions],
     "export": [export.ExportOptions],
     "fit": [fit.FitOptions],
+    "follow": [follow.FollowOptions],
     "inspect": [inspect.InspectOptions],
     "join": [join.JoinOptions],
     "launch": [

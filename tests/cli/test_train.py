@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.__main__ import main
-from meshrec.cli.train import _Command, _make_job, parse, table_optimizer
+from meshrec.cli.train import RecipeCommand, _make_job, parse, table_optimizer
 from meshrec.optim.optimizers import SGD, SPECS
 from meshrec.train import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder
@@ -265,5 +265,5 @@ def test_a_resumed_run_keeps_its_baselines(tmp_path):
     folder.write_json(CONFIG, {"baselines": True})
     options, _ = parse("synthetic_clicks", [], recipe)
     for resumed, expected in ((folder, True), (None, False)):
-        job = _make_job(_Command("synthetic_clicks", recipe, [], resumed), options, recipe)
+        job = _make_job(RecipeCommand("synthetic_clicks", recipe, [], resumed), options, recipe)
         assert job.baselines is expected

@@ -162,7 +162,7 @@ def test_events_have_the_time_of_a_column_or_of_their_file(tmp_path):
     assert torch.cat(found).tolist() == (1e6 * seconds[:8]).astype(int).tolist()
 
 
-@pytest.mark.parametrize("bad", [None, "soon"])
+@pytest.mark.parametrize("bad", [None, "soon", "1901-01-01"])
 def test_an_event_without_a_time_is_damaged(tmp_path, bad):
     write(tmp_path, "a.parquet", rows(0, 3, ts=["2026-01-01T00:00:01", bad, "2026-01-01T00:00:03"]))
     features = TimedFeatures(FEATURES, "ts")

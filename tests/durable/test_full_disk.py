@@ -59,7 +59,7 @@ def test_a_run_names_its_full_disk(disks, monkeypatch, small):
     def run(rank_run):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(worker._RankRun, "run", run)
+    monkeypatch.setattr(worker.RankRun, "run", run)
     with pytest.raises(OSError, match="space") as full:
         worker.run_rank(
             Job(recipe=small(), runs=disks / "full", name="x", device="cpu"), lambda folder: print

@@ -120,7 +120,7 @@ def load_with_one_failing_rank(error):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "load_data", load_data)
-        run = worker._RankRun.__new__(worker._RankRun)
+        run = worker.RankRun.__new__(worker.RankRun)
         run._ranks, run._folder = ranks, None
         run._job = SimpleNamespace(recipe=SimpleNamespace(data=None), warm_start=None)
         try:

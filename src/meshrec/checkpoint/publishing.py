@@ -1,5 +1,6 @@
 """Publish deltas (files with changed weights) during training; ``delta_files.py`` has the format."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -13,12 +14,15 @@ from meshrec.checkpoint.delta_files import (
     DeltaError,
     Published,
     delta_name,
+    delta_numbers,
     delta_records,
     read_delta,
     read_record,
 )
 from meshrec.durable import sealed, sha256_of, write_durably
 from meshrec.model_parallel import DistributedModelParallel
+
+_log = logging.getLogger(__name__)
 
 
 class DeltaPublisher:
@@ -126,6 +130,32 @@ class DeltaPublisher:
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
         # Only after success. After a failure, the next delta starts from the same step and has the same rows.
         self._step, self._updates, self._ids_to_repeat = step, updates, {}
+
+    def remove_before(self, seconds: float, retained: Published) -> None:
+        """Remove this run's deltas that are older than a time. Not collective: rank 0 removes them.
+
+        Files that cannot be removed are kept until the next call.
+
+        Args:
+            seconds: time in seconds since 1970.
+            retained: this delta and all later ones are kept.
+        """
+        if self._axis.rank:
+            return
+        for number in delta_numbers(self._folder):
+            record_path = self._folder / delta_name(number)
+            try:
+                if number >= retained.number or record_path.stat().st_mtime >= seconds:
+                    return
+                # A record with its checksum and our name proves that this run wrote the delta.
+                if read_record(self._folder, number).run != self._run:
+                    continue
+                # The record last: without it, the other files would never be found.
+                for kind in KINDS:
+                    (self._folder / delta_name(number, kind)).unlink(missing_ok=True)
+                record_path.unlink()
+            except (OSError, DeltaError) as error:
+                _log.warning("delta %d is not removed: %s", number, error)
 
     def _find_last_delta(
         self, step: int, after: Published | None

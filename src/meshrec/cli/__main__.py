@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
     "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),
     "join": Command("meshrec.cli.join", "Join impressions and later actions to labelled rows."),
+    "follow": Command("meshrec.cli.follow", "Train a recipe on a stream of records, without an end."),
     "fit": Command("meshrec.cli.fit", "Fit a recipe's features once, for any number of runs."),
     "leaderboard": Command("meshrec.cli.leaderboard", "Compare models on your data, on one split."),
     "embed": Command("meshrec.cli.embed", "Write the embeddings of a feature, with their values."),

@@ -55,13 +55,20 @@ def _option_summaries(kind: Any) -> Iterator[tuple[str, str]]:
     The summary is the first clause of the field's docstring. Switches do not have a placeholder such as NAME.
     Fields without a default are left out.
     """
-    # Field docstrings exist only in the source code.
-    (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(of_class, ast.ClassDef)
-    for field, after in itertools.pairwise(of_class.body):
+    # Field docstrings exist only in the source code. Inherited fields come first.
+    classes = [base for base in reversed(kind.__mro__) if base is not object]
+    statements: list[ast.stmt] = []
+    for base in classes:
+        (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(of_class, ast.ClassDef)
+        statements += of_class.body
+    for field, after in itertools.pairwise(statements):
         if not isinstance(field, ast.AnnAssign) or field.value is None or not isinstance(after, ast.Expr):
             continue
-        name, text = ast.unparse(field.target), " ".join(str(ast.literal_eval(after.value)).split())
+        name, text = (
+            ast.unparse(field.target).rstrip("_"),
+            " ".join(str(ast.literal_eval(after.value)).split()),
+        )
         value = "" if ast.unparse(field.annotation) == "bool" else f" {name.rpartition('_')[2].upper()}"
         yield f"--{name.replace('_', '-')}{value}", re.split(r"[;:.] ", text)[0].rstrip(".")
 

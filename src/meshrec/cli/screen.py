@@ -66,9 +66,9 @@ class LineScreen:
                 if event.plan is not None:
                     for line in plan_lines(make_report(event.plan)):
                         self._print(f"  {line}", soft_wrap=True)
-            case Logged(line):
+            case Logged(line) if line["kind"] == "train":
                 self._print(
-                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {_format_loss(line)}  "
+                    f"step {line['step']:>6}  {_position_text(line)}  loss {_format_loss(line)}  "
                     f"{_leading_text(line)}  {line['samples_per_second']:,.0f} samples/s"
                 )
             case Evaluated(line, is_best):
@@ -76,9 +76,12 @@ class LineScreen:
             case Reported(text):
                 self._print(text, soft_wrap=True)
             case Finished(summary):
-                self._print(summary_table(summary))
+                if _has_metrics(summary):
+                    self._print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
                     self._print(text, soft_wrap=True)
+            case Logged():
+                pass  # a delta, of which there are too many
             case Progressed(task, share):
                 remaining = self._remaining.line(task, share)
                 if remaining is not None:
@@ -118,7 +121,7 @@ class LiveScreen:
                 self._start(event)
             case Stepped(step, _) if self._task is not None:
                 self._progress.update(self._task, completed=step)
-            case Logged(line) if self._task is not None:
+            case Logged(line) if self._task is not None and line["kind"] == "train":
                 self._progress.update(
                     self._task,
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
@@ -138,7 +141,8 @@ class LiveScreen:
                 self._progress.console.print(f"[dim]{text}")
             case Finished(summary):
                 self._progress.stop()
-                self._console.print(summary_table(summary))
+                if _has_metrics(summary):
+                    self._console.print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
                     self._console.print(text)
             case _:
@@ -162,10 +166,16 @@ def headline(start: Started) -> str:
     """Return the heading for a run: recipe, data, ranks, steps and parameter counts."""
     where = f"{start.num_ranks} rank{'s' if start.num_ranks > 1 else ''} on {start.device}"
     again = f", from step {start.first_step}" if start.first_step else ""
+    if start.num_samples is None:
+        data = f"the stream {start.dataset}"
+    else:
+        data = (
+            f"{start.num_samples:,} samples of {start.dataset} ({start.num_validation:,} for validation, "
+            f"{start.num_test:,} for the test)"
+        )
+    steps = "steps" if start.num_steps is None else count_text(start.num_steps, "step")
     return (
-        f"[bold]{start.recipe.name}[/bold]: {start.num_samples:,} samples of {start.dataset} "
-        f"({start.num_validation:,} for validation, {start.num_test:,} for the test), {where}, "
-        f"{start.num_steps:,} {'step' if start.num_steps == 1 else 'steps'} of "
+        f"[bold]{start.recipe.name}[/bold]: {data}, {where}, {steps} of "
         f"{start.recipe.training.batch_size:,}{again}\n"
         f"{_format_count(start.num_table_parameters)} parameters in tables, "
         f"{_format_count(start.num_dense_parameters)} in the dense part"
@@ -212,6 +222,11 @@ def validation_text(line: Line, is_best: bool) -> str:
 def _format_loss(line: Line) -> str:
     """Format the loss, or return "-" if it is missing because all samples were skipped as damaged."""
     return f"{line['loss']:.4f}" if "loss" in line else "-"
+
+
+def _has_metrics(summary: Line) -> bool:
+    """Return whether the run was evaluated on held-out data, which a stream does not have."""
+    return bool(summary["validation"] or summary["test"])
 
 
 def summary_table(summary: Line) -> Table:
@@ -325,6 +340,11 @@ def _format_type(kind: str) -> str:
 def _format_metrics(quality: Line, columns: Iterable[str]) -> list[str]:
     """Format metrics as table cells, "-" for missing metrics."""
     return [f"{quality[name]:.4f}" if name in quality else "-" for name in columns]
+
+
+def _position_text(line: Line) -> str:
+    """Format the position in the data: the epoch, or in a stream the age of the newest event."""
+    return f"epoch {line['epoch']:.2f}" if "epoch" in line else f"lag {line['lag']:.1f} s"
 
 
 def _leading_text(line: Line) -> str:

@@ -42,16 +42,8 @@ from meshrec.train.trackers import find_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Train a recipe: plan, shard, train and evaluate. All results are in the run folder.
-
-    RECIPE is a name, path/to/file.py:function or package.module:function; path/to/file.py with one recipe.
-    `meshrec train RECIPE --help` lists its options.
-
-    `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
-
-    Several hosts: torchrun ... -m meshrec train RECIPE, or `meshrec launch`.
-    """
+class RunOptions:
+    """Options of commands that train a run."""
 
     nproc: int | None = None
     """Number of ranks on this machine; none: 1, or as in the resumed run."""
@@ -63,8 +55,6 @@ class TrainOptions:
     """Run storage reachable by all hosts: a mounted folder, which replaces --runs, or an object store address
     for the checkpoints, such as s3://bucket/runs.
     """
-    no_checkpoints: bool = False
-    """Save no checkpoints, not even at the end, for trials on hosts without shared storage."""
     device: str | None = None
     """cpu or cuda; none: cuda if torch sees a GPU."""
     resume: bool = False
@@ -80,6 +70,28 @@ class TrainOptions:
     table_optimizer: str | None = None
     """Another optimizer for the tables, at the recipe's learning rate; set its options with --tables.OPTION.
     """
+    track: str = ""
+    """More observers, separated by commas: mlflow, wandb, or your own FILE.py:FUNCTION."""
+    max_restarts: int = 0
+    """Maximum number of restarts of all ranks after a failure."""
+    rank_timeout: float = RANK_TIMEOUT
+    """Seconds to wait for a rank that does not answer during training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Train a recipe: plan, shard, train and evaluate. All results are in the run folder.
+
+    RECIPE is a name, path/to/file.py:function or package.module:function; path/to/file.py with one recipe.
+    `meshrec train RECIPE --help` lists its options.
+
+    `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
+
+    Several hosts: torchrun ... -m meshrec train RECIPE, or `meshrec launch`.
+    """
+
+    no_checkpoints: bool = False
+    """Save no checkpoints, not even at the end, for trials on hosts without shared storage."""
     baselines: bool = False
     """Compare with baselines on the same data: global mean, item popularity, logistic regression, and
     LightGBM if installed. A resumed run keeps this option.
@@ -89,18 +101,12 @@ class TrainOptions:
     that validation selected. `meshrec export` uses the refit; metrics are those of the first fit. With
     --resume, also for a finished run. A resumed run keeps this option.
     """
-    track: str = ""
-    """More observers, separated by commas: mlflow, wandb, or your own FILE.py:FUNCTION."""
-    max_restarts: int = 0
-    """Maximum number of restarts of all ranks after a failure."""
     on: Literal["ray"] | None = None
     """Train on a Ray cluster (at RAY_ADDRESS) instead of this machine."""
     num_workers: int = 1
     """Number of Ray workers, which are the ranks; only with --on ray."""
     min_workers: int | None = None
     """Minimum number of Ray workers with which to continue if others fail; none: all."""
-    rank_timeout: float = RANK_TIMEOUT
-    """Seconds to wait for a rank that does not answer during training."""
 
 
 HELP_ALL = "--help-all"
@@ -109,7 +115,7 @@ _RESTART_EXIT_CODE = 75
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
-class _Command(NamedTuple):
+class RecipeCommand(NamedTuple):
     """Recipe given on the command line, or by the run to resume.
 
     Attributes:
@@ -139,7 +145,6 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         arguments: words after ``meshrec train``.
         locks: receives the locks on the run folder.
     """
-    began = os.environ.get(START_TIME_VARIABLE, str(time.time()))
     name, words = split_recipe(arguments)
     # Parse twice: recipe options are unknown until the recipe is resolved, for which command options are
     # needed.
@@ -147,14 +152,16 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     # Without a recipe, there must be a request for help.
     if name is None and not first.resume:
         return _help(words)
-    command = _find_recipe(name, first, words, locks)
+    command = find_recipe(name, first, words, locks)
     if any(word in HELP for word in words):
         from meshrec.cli.recipe_help import recipe_help
 
         print(recipe_help(f"meshrec train {command.source}", command.recipe, TrainOptions, summary=_SUMMARY))
         return 0
-    options, recipe = parse(command.source, _with_folder(command), command.recipe, first.table_optimizer)
+    options, recipe = parse(command.source, with_data_folder(command), command.recipe, first.table_optimizer)
     resumed, job = command.resumed, _make_job(command, options, recipe)
+    if resumed is not None and read_config(resumed).get("stream") is not None:
+        raise ValueError(f"{resumed.path} follows a stream. Continue it with `meshrec follow --resume`.")
     if resumed is not None and _is_complete(resumed, job):
         # Under another launcher, every rank comes here, but only rank 0 prints.
         if os.environ.get("RANK", "0") == "0":
@@ -162,26 +169,42 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
             print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to train longer.")
         return 0
     if launched():
-        return _as_rank(job, quiet=options.quiet)
+        return as_rank(job, quiet=options.quiet)
     if options.on == "ray":
         from meshrec.cli.on_ray import train_on_ray
 
         # The first worker is another process, and locks the run folder itself.
         locks.close()
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
-    nproc = _num_ranks(options, resumed)
-    recipe.check(nproc)
     if job.final is not None:
         from meshrec.runs.refit import check_refit
 
+        job.recipe.check(_num_ranks(options, resumed))
         check_refit(job)
-    # Check names and packages now, because a run that fails must not leave a folder, or fail only at its end.
-    find_trackers(options.track)
     if job.baselines:
         needs("scipy.optimize", "train")
+    recipe_name = [] if name is None else [command.source]
+    return run_here(["train", *recipe_name, *words], job, options, resumed, locks)
+
+
+def run_here(
+    arguments: Sequence[str], job: Job, options: RunOptions, resumed: RunFolder | None, locks: ExitStack
+) -> int:
+    """Train on this machine, and return the exit code.
+
+    Args:
+        arguments: command and arguments of every rank, if ranks are separate processes.
+        job: recipe and run options.
+        options: command options.
+        resumed: run to resume, which is locked; None: a new run.
+        locks: receives the lock on a new run folder.
+    """
+    nproc = _num_ranks(options, resumed)
+    job.recipe.check(nproc)
+    # Check names and packages now, because a run that fails must not leave a folder, or fail only at its end.
+    find_trackers(options.track)
     device = choose_device(options.device)
-    # The lock of a resumed run is held already; see `_find_recipe`.
-    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs_folder(options)))
+    folder = resumed or locks.enter_context(claim_run(options.name, job.recipe.name, runs_folder(options)))
     # A single rank runs in this process, and starts sooner, because no second process must import torch.
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
@@ -189,8 +212,9 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     # Errors from an earlier start would be reported as errors of this start.
     for rank in range(nproc):
         folder.discard(folder.error(rank))
+    began = os.environ.get(START_TIME_VARIABLE, str(time.time()))
     ended = launch(
-        ["train", *([] if name is None else [command.source]), *words, "--device", device],
+        [*arguments, "--device", device],
         num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
@@ -204,45 +228,57 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     return ended.code or (1 if folder.state().name == "failed" else 0)
 
 
-def _with_folder(command: _Command) -> list[str]:
+def with_data_folder(command: RecipeCommand) -> list[str]:
     """Return the arguments, with ``--data DIR`` replaced by ``--data.path DIR`` if the data is a folder."""
     if not hasattr(command.recipe.data, "path"):
         return command.words
     return [re.sub("^--data(?==|$)", "--data.path", word) for word in command.words]
 
 
-def _make_job(command: _Command, options: TrainOptions, recipe: Recipe) -> Job:
+def _make_job(command: RecipeCommand, options: TrainOptions, recipe: Recipe) -> Job:
+    """Return the recipe and run options for the ranks; see `make_job`."""
+    resumed = command.resumed
+    return make_job(
+        command,
+        options,
+        recipe,
+        # A resumed run keeps its first start's baselines and refit, without naming them again.
+        baselines=options.baselines or bool(read_config(resumed).get("baselines")),
+        final=options.final or read_config(resumed).get("final"),
+        keep=not options.no_checkpoints,
+    )
+
+
+def make_job(command: RecipeCommand, options: RunOptions, recipe: Recipe, **further: Any) -> Job:
     """Return the recipe and run options for the ranks.
 
     Args:
         command: recipe on the command line, and the run to resume.
         options: command options.
         recipe: recipe with changes by options.
+        further: further arguments of `Job`.
     """
     resumed = command.resumed
     return Job(
         recipe=recipe,
         source=command.source,
         name=options.name if resumed is None else resumed.path.name,
-        runs=_runs_folder(options),
+        runs=runs_folder(options),
         device=options.device,
         resume=options.resume,
         changes=[] if resumed is None else changed_options(command.recipe, recipe),
         profile=options.profile,
-        # A resumed run keeps its first start's baselines and refit, without naming them again.
-        baselines=options.baselines or bool(_read_config(resumed).get("baselines")),
-        final=options.final or _read_config(resumed).get("final"),
         track=options.track,
         rank_timeout=options.rank_timeout,
-        keep=not options.no_checkpoints,
         store=options.out if options.out is not None and is_address(options.out) else None,
-        warm_start=_find_warm_start(options, resumed),
+        warm_start=find_warm_start(options, resumed),
+        **further,
     )
 
 
-def _find_warm_start(options: TrainOptions, resumed: RunFolder | None) -> RunFolder | None:
+def find_warm_start(options: RunOptions, resumed: RunFolder | None) -> RunFolder | None:
     """Return the run that provides the initial weights: --from, or that of the resumed run, if any."""
-    earlier = _read_config(resumed).get("warm_start")
+    earlier = read_config(resumed).get("warm_start")
     if options.from_ is None:
         return None if earlier is None else RunFolder(Path(earlier["folder"]))
     if resumed is not None and earlier is None:
@@ -250,14 +286,14 @@ def _find_warm_start(options: TrainOptions, resumed: RunFolder | None) -> RunFol
             f"--from {options.from_} with --resume: {resumed.path} has weights already. Leave --from out to "
             "resume, or start a new run with another --name."
         )
-    return reported_run(find_run(options.from_, _runs_folder(options)))
+    return reported_run(find_run(options.from_, runs_folder(options)))
 
 
-def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
+def _num_ranks(options: RunOptions, resumed: RunFolder | None) -> int:
     """Return the number of ranks to start: --nproc, or as in the resumed run, or 1."""
     nproc = options.nproc
     if nproc is None:
-        nproc = int(_read_config(resumed).get("ranks", 1))
+        nproc = int(read_config(resumed).get("ranks", 1))
     if nproc < 1:
         raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
     if options.rank_timeout <= 0:
@@ -265,12 +301,12 @@ def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
     return nproc
 
 
-def _read_config(run: RunFolder | None) -> dict[str, Any]:
+def read_config(run: RunFolder | None) -> dict[str, Any]:
     """Return the configuration of the run to resume, or an empty dict for a new run."""
     return {} if run is None else run.read_json(CONFIG) or {}
 
 
-def _runs_folder(options: TrainOptions) -> Path:
+def runs_folder(options: RunOptions) -> Path:
     """Return the folder with all runs: --out if it is a folder, else --runs."""
     if options.out is None or is_address(options.out):
         return options.runs
@@ -302,7 +338,7 @@ def split_recipe(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return arguments[0], list(arguments[1:])
 
 
-def _find_recipe(name: str | None, options: TrainOptions, words: list[str], locks: ExitStack) -> _Command:
+def find_recipe(name: str | None, options: RunOptions, words: list[str], locks: ExitStack) -> RecipeCommand:
     """Find the recipe given on the command line, or by the run to resume, whose folder is then locked.
 
     Args:
@@ -317,7 +353,7 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
     source = None if name is None else full_name(name)
     if not options.resume:
         assert source is not None
-        return _Command(source, resolve(source), words, None)
+        return RecipeCommand(source, resolve(source), words, None)
     out = options.out
     is_store = out is not None and is_address(out)
     runs = options.runs if is_store or out is None else Path(out)
@@ -339,10 +375,10 @@ def _find_recipe(name: str | None, options: TrainOptions, words: list[str], lock
             locks.enter_context(RunLock(folder))
     folder = dataclasses.replace(folder, is_trusted=options.trust)
     recipe = load_recipe(folder, source)
-    return _Command(source or str(folder.read_json(CONFIG)["source"]), recipe, words, folder)
+    return RecipeCommand(source or str(folder.read_json(CONFIG)["source"]), recipe, words, folder)
 
 
-def _as_rank(job: Job, *, quiet: bool) -> int:
+def as_rank(job: Job, *, quiet: bool) -> int:
     """Train as a rank started by a launcher, and return the exit code."""
     # Run folder, if MeshRec's launcher has started this rank.
     launcher_folder = os.environ.get(RUN_VARIABLE)
@@ -363,6 +399,10 @@ def _train_rank(job: Job, *, quiet: bool) -> dict[str, Any]:
     with without_gc():
         from meshrec.cli.screen import make_screen
         from meshrec.runs.worker import run_rank
+    if job.stream is not None:
+        from meshrec.runs.following import follow_rank
+
+        return follow_rank(job, make_screen(quiet=quiet))
     return run_rank(job, make_screen(quiet=quiet))
 
 
@@ -411,6 +451,7 @@ def parse(
     kind: Any = TrainOptions,
     *,
     command: str = "train",
+    default: Any = None,
 ) -> tuple[Any, Recipe]:
     """Parse command options and recipe options.
 
@@ -422,6 +463,7 @@ def parse(
             options; None: keep the recipe's table optimizer.
         kind: options class of the command.
         command: command name, for the help.
+        default: values of the options that are not given; None: the defaults of the class.
 
     Returns:
         Command options, and the recipe with changes by recipe options.
@@ -433,11 +475,14 @@ def parse(
         for field in dataclasses.fields(recipe)
         if field.name != "name"
     }
+    options: tuple[Any, ...] = ("options", Annotated[kind, tyro.conf.arg(name="")])
+    if default is not None:
+        options = (*options, dataclasses.field(default=default))
     # Both kinds of options must be fields of the same class, so that a single parser knows all options.
     joined: Any = dataclasses.make_dataclass(
         "Train",
         [
-            ("options", Annotated[kind, tyro.conf.arg(name="")]),
+            options,
             *((name, type(part), dataclasses.field(default=part)) for name, part in parts.items()),
         ],
         frozen=True,

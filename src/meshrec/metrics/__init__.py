@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshrec.metrics.queries import query_metrics
     from meshrec.metrics.regression import regression_metrics
     from meshrec.metrics.retrieval import rank_intervals, rank_metrics
+    from meshrec.metrics.sliding import SlidingMetrics
     from meshrec.metrics.windowed import MetricValues
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Interval",
     "MetricSet",
     "MetricValues",
+    "SlidingMetrics",
     "area_under_curve",
     "auc_interval",
     "binary_curves",

@@ -16,8 +16,8 @@ from meshrec.metrics.windowed import MetricValues, WindowedSum
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-# Entries in an update's vector of sums, in the field order of `BinarySums`.
-_NUM_SUMS = len(BinarySums._fields)
+NUM_SUMS = len(BinarySums._fields)
+"""Number of sums at the start of the result of `click_sums`, in the field order of `BinarySums`."""
 # Histograms cover logits in [-16, 16]. Other logits share the outermost bins; sigmoid(16) is 1 - 1e-7.
 _MAX_LOGIT = 16.0
 # Samples waiting for a histogram update: 1.5 MiB of float64 logits, labels and weights.
@@ -80,7 +80,7 @@ class MetricSet:
         self._num_bins = num_bins
         self._auprc = auprc
         # The BinarySums fields, then the positive and the negative histogram.
-        self._sums = WindowedSum(_NUM_SUMS + 2 * num_bins, torch.device(device), group)
+        self._sums = WindowedSum(NUM_SUMS + 2 * num_bins, torch.device(device), group)
         # Logits, labels and weights [3, n] per update, and their total sample count; emptied by _flush().
         self._pending: list[Tensor] = []
         self._num_pending = 0
@@ -165,8 +165,8 @@ class MetricSet:
         """
         self._pending, self._num_pending = [], 0
         sums = state["lifetime"]
-        if sums.numel() == _NUM_SUMS - 1 + 2 * self._num_bins:  # saved before there was a sum of negatives
-            old, bins = sums[: _NUM_SUMS - 1], sums[_NUM_SUMS - 1 :]
+        if sums.numel() == NUM_SUMS - 1 + 2 * self._num_bins:  # saved before there was a sum of negatives
+            old, bins = sums[: NUM_SUMS - 1], sums[NUM_SUMS - 1 :]
             sums = torch.cat([old, old[:1] - old[1:2], bins])
         self._sums.load_state_dict({**state, "lifetime": sums})
 
@@ -174,30 +174,56 @@ class MetricSet:
         """Add the pending samples to the sums of the window."""
         if not self._num_pending:
             return
-        window, num_bins = self._sums.window, self._num_bins
+        window = self._sums.window
         logits, labels, weights = torch.cat(self._pending, dim=1).to(window.device)
         self._pending, self._num_pending = [], 0
-        window[:_NUM_SUMS] += binary_sums(logits, labels, weights)
-        # torchmetrics' BinaryAUROC compares every sample with every threshold. For 2048 samples on one core
-        # it takes 13 ms with 200 thresholds (AUC error 2e-4), and 2.6 s with 16384; this takes 0.2 ms (5e-7).
-        scaled = (logits + _MAX_LOGIT) * (num_bins / (2 * _MAX_LOGIT))
-        # A NaN logit is put into any bin: the loss shows it, see `_metrics`.
-        bins = scaled.nan_to_num(0.0).clamp(0, num_bins - 1).long()
-        positive, negative = window[_NUM_SUMS:].view(2, num_bins)
-        positive += torch.bincount(bins, weights * labels, minlength=num_bins)
-        negative += torch.bincount(bins, weights * (1 - labels), minlength=num_bins)
+        window += click_sums(logits, labels, weights, self._num_bins)
         for extra in self._extra.values():
             for metric in extra:
                 metric.update(torch.sigmoid(logits), labels.long())
 
     def _metrics(self, totals: Tensor) -> dict[str, float]:
         """Compute metrics from sums over all ranks, in the layout of ``self._sums``."""
-        metrics = metrics_from_sums(BinarySums(*totals[:_NUM_SUMS].tolist()))
-        histograms = totals[_NUM_SUMS:].view(2, self._num_bins).cpu().numpy()
-        (area,) = auc_from_ties(*histograms)
-        auc = none_if_nan(area)
-        if auc is None:
-            return metrics
-        areas = {"auc": auc} | ({"auprc": average_precision(*histograms)} if self._auprc else {})
-        # Histograms hide NaN logits, but the loss does not.
-        return (dict.fromkeys(areas, math.nan) if math.isnan(metrics["loss"]) else areas) | metrics
+        return click_metrics(totals, self._num_bins, auprc=self._auprc)
+
+
+def click_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor, num_bins: int) -> Tensor:
+    """Compute sums for n samples, from which `click_metrics` computes metrics.
+
+    Args:
+        logits_n: logits, float64.
+        labels_n: labels, float64, in [0, 1].
+        weights_n: sample weights, float64, above 0.
+        num_bins: number of equal histogram bins for logits from -16 to 16.
+
+    Returns:
+        The fields of `BinarySums`, and the logit histograms of positive and of negative samples,
+        float64 [NUM_SUMS + 2 * num_bins].
+    """
+    # torchmetrics' BinaryAUROC compares every sample with every threshold. For 2048 samples on one core
+    # it takes 13 ms with 200 thresholds (AUC error 2e-4), and 2.6 s with 16384; this takes 0.2 ms (5e-7).
+    scaled = (logits_n + _MAX_LOGIT) * (num_bins / (2 * _MAX_LOGIT))
+    # A NaN logit is put into any bin: the loss shows it, see `click_metrics`.
+    bins = scaled.nan_to_num(0.0).clamp(0, num_bins - 1).long()
+    positive = torch.bincount(bins, weights_n * labels_n, minlength=num_bins)
+    negative = torch.bincount(bins, weights_n * (1 - labels_n), minlength=num_bins)
+    return torch.cat([binary_sums(logits_n, labels_n, weights_n), positive, negative])
+
+
+def click_metrics(sums: Tensor, num_bins: int, *, auprc: bool = False) -> dict[str, float]:
+    """Compute metrics from the sums of `click_sums` over all samples; see `MetricSet`.
+
+    Args:
+        sums: the sums, [NUM_SUMS + 2 * num_bins].
+        num_bins: as for `click_sums`.
+        auprc: whether to compute the area under the precision-recall curve, too.
+    """
+    metrics = metrics_from_sums(BinarySums(*sums[:NUM_SUMS].tolist()))
+    histograms = sums[NUM_SUMS:].view(2, num_bins).cpu().numpy()
+    (area,) = auc_from_ties(*histograms)
+    auc = none_if_nan(area)
+    if auc is None:
+        return metrics
+    areas = {"auc": auc} | ({"auprc": average_precision(*histograms)} if auprc else {})
+    # Histograms hide NaN logits, but the loss does not.
+    return (dict.fromkeys(areas, math.nan) if math.isnan(metrics["loss"]) else areas) | metrics

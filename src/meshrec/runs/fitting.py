@@ -45,26 +45,41 @@ def load_data(
     # Sources without features need no agreement: every rank loads the same data.
     if not isinstance(source, FittedSource):
         return source.load()
-    from meshrec.data.features import Features
+    is_fitted = of_first(ranks, lambda: folder.read_json(FEATURES) is not None)
+    features: Features | None = None
+    if not is_fitted and isinstance(source, RankFittedSource):
+        features = source.fit_on_ranks(ranks.axis, tell)
 
-    saved = of_first(ranks, lambda: folder.read_json(FEATURES))
-    if saved is None:
-        features: Features | None = None
-        if isinstance(source, RankFittedSource):
-            features = source.fit_on_ranks(ranks.axis, tell)
+    def fit() -> "Features":
+        """Return the fitted features, on rank 0."""
+        fitted = source.fit() if features is None else features
+        return fitted if earlier is None else fitted.continued(features_of(earlier))
 
-        def save() -> Any:
-            """Store the features in the run folder, and return the content of the JSON file."""
-            fitted = source.fit() if features is None else features
-            if earlier is not None:
-                fitted = fitted.continued(features_of(earlier))
-            content = fitted.write_vocabularies(folder.path / FEATURES)
+    return source.dataset(features_in(folder, ranks, fit))
+
+
+def features_in(folder: RunFolder, ranks: Ranks, fit: Callable[[], "Features"]) -> "Features":
+    """Return the fitted features in a run folder, after storing them if there are none. Collective.
+
+    Args:
+        folder: run folder.
+        ranks: the ranks, from `join`.
+        fit: returns fitted features; called on rank 0 if there are none.
+
+    Raises:
+        Exception: the features cannot be fitted or read; raised on every rank with the same cause.
+    """
+
+    def stored() -> Any:
+        """Return the content of the JSON file."""
+        content = folder.read_json(FEATURES)
+        if content is None:
+            content = fit().write_vocabularies(folder.path / FEATURES)
             # Sealed, because changed features would silently change every prediction.
             folder.write_json(FEATURES, content, seal=True)
-            return content
+        return content
 
-        saved = of_first(ranks, save)
-    return source.dataset(_features_on_ranks(saved, folder, ranks))
+    return _features_on_ranks(of_first(ranks, stored), folder, ranks)
 
 
 def _features_on_ranks(saved: Any, folder: RunFolder, ranks: Ranks) -> "Features":

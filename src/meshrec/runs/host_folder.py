@@ -105,11 +105,13 @@ def check_storage(job: Job, folder: RunFolder, ranks_without_access: Sequence[in
     """
     if job.store is not None:
         _check_store(job.store, ranks)
-        if job.recipe.training.publish_every is not None:
+        stream = job.stream_options
+        every = job.recipe.training.publish_every if stream is None else stream.delta_seconds
+        if every is not None:
+            name = "training.publish_every" if stream is None else "--delta-seconds"
             raise ValueError(
-                "training.publish_every needs a folder that servers see, and --out is "
-                f"{job.store}. Give a mounted "
-                "folder, or leave it out."
+                f"{name} is {every}, and deltas need a folder that servers see, but --out is {job.store}. "
+                "Give a mounted folder, or publish none."
             )
         return
     # Collectives come before the return, because all ranks must call them.

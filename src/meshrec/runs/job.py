@@ -10,6 +10,7 @@ from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.observers import Observer
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
+from meshrec.train.stream_options import StreamOptions
 
 RUN_VARIABLE = "MESHREC_RUN"
 """Environment variable with the path of the run folder, set by MeshRec's launcher for the ranks it starts."""
@@ -43,6 +44,9 @@ class Job:
         final: ``all``: after the run, fit again on all rows (see runs/refit.py); None: no second fit.
         warm_start: run from whose weights, optimizer state and vocabularies a new run starts; see
             runs/warm_start.py. None: start from initial weights.
+        stream: stream to follow, as for `meshrec.data.open_stream.open_stream`; None: train on the recipe's
+            data.
+        stream_options: options of training on the stream; not None if there is a stream.
         on_event: function called with every event, on every rank.
     """
 
@@ -62,4 +66,6 @@ class Job:
     store: str | None = None
     final: Literal["all"] | None = None
     warm_start: RunFolder | None = None
+    stream: str | None = None
+    stream_options: StreamOptions | None = None
     on_event: Observer | None = None

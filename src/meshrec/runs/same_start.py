@@ -84,19 +84,22 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], complaint: str) -> None
     )
 
 
-def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def describe_start(
+    recipe: Recipe, source: str | None, options: Mapping[str, Any], *, files: bool = True
+) -> dict[str, Any]:
     """Return everything that must be equal on all ranks when a run starts, for `compare_ranks`.
 
     Args:
         recipe: the recipe to train.
         source: recipe name or file, as given to `resolve`.
         options: command-line options, which must be equal on all ranks.
+        files: whether the ranks read the recipe's data files, which must then be equal.
 
     Returns:
         Plain values by name. They are recipe options, data files, options, versions, environment variables,
         source digests and a digest of the sharding plan.
     """
-    paths = dict(_data_paths(recipe.data, "data"))
+    paths = dict(_data_paths(recipe.data, "data")) if files else {}
     description: dict[str, Any] = {
         name: _ADDRESS.sub("", str(value)) for name, value in flatten(to_json(recipe))
     }

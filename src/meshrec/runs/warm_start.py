@@ -6,7 +6,7 @@ weights that fit, and `Features.continued` extends vocabularies and keeps other 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from meshrec.train.stream_trainer import StreamTrainer
 
 # Tensors with initial values that the screen lists.
 _MAX_LINES = 10
@@ -39,7 +42,9 @@ def check_model(recipe: Recipe, earlier: RunFolder) -> None:
     find_checkpoint(earlier.path)
 
 
-def warm_start(job: Job, trainer: Trainer, folder: RunFolder, ranks: Ranks) -> dict[str, Any]:
+def warm_start(
+    job: Job, trainer: "Trainer | StreamTrainer", folder: RunFolder, ranks: Ranks
+) -> dict[str, Any]:
     """Load the weights and optimizer state of the run ``job.warm_start`` into a new trainer. Collective.
 
     Args:
@@ -77,7 +82,9 @@ def warm_start(job: Job, trainer: Trainer, folder: RunFolder, ranks: Ranks) -> d
     }
 
 
-def _compare_features(trainer: Trainer, earlier: RunFolder, folder: RunFolder) -> dict[str, Any]:
+def _compare_features(
+    trainer: "Trainer | StreamTrainer", earlier: RunFolder, folder: RunFolder
+) -> dict[str, Any]:
     """Return the differences between the features of two runs, as plain values.
 
     Returns:

@@ -7,7 +7,7 @@ Whoever opens something closes it, in reverse order, also after an error:
 1. ``Trainer`` closes everything a step uses: the prefetch thread at the end of every epoch, together with the
    batches in flight, and the profiler. Then it waits for the background checkpoint, and saves the last
    checkpoint.
-2. ``_RankRun.run`` ends the observers with the event ``Finished``, after rank 0 has written summary and
+2. ``RankRun.run`` ends the observers with the event ``Finished``, after rank 0 has written summary and
    report. It returns only when all ranks have arrived, so that no rank ends while another waits for it.
 3. ``run_rank`` writes an error to the rank's file before it closes anything. Closing the process group makes
    the other ranks fail, too, and the launcher must find the first cause.
@@ -83,16 +83,20 @@ from meshrec.train.trainer import Trainer
 if TYPE_CHECKING:
     from meshrec.checkpoint.stored import ObjectStore
     from meshrec.data import Dataset
+    from meshrec.train.stream_trainer import StreamTrainer
 
 _logger = logging.getLogger("meshrec")
 
 
-def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
+def run_rank(
+    job: Job, screen: Callable[[RunFolder], Observer], kind: "type[RankRun] | None" = None
+) -> dict[str, Any]:
     """Train a recipe on this rank, and return the run's summary. Collective.
 
     Args:
         job: recipe and run options.
         screen: function creating the observer for the user's screen; called on rank 0 only.
+        kind: class of the run; None: `RankRun`.
 
     Returns:
         ``summary.json`` content.
@@ -109,7 +113,7 @@ def run_rank(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any
             try:
                 if job.keep:
                     check_storage(job, folder, ranks_without_access, ranks)
-                return _RankRun(job, ranks, folder, screen, began).run()
+                return (kind or RankRun)(job, ranks, folder, screen, began).run()
             except BaseException as error:
                 if isinstance(error, OSError):
                     name_full_disk(error, [folder.path, tempfile.gettempdir()])
@@ -201,8 +205,10 @@ def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
         _logger.propagate = before[1]
 
 
-class _RankRun:
+class RankRun:
     """Training run on one rank: loads data, trains, and writes the reports.
+
+    `meshrec.runs.following.StreamRun` overrides what differs for a stream.
 
     Args:
         job: recipe and run options.
@@ -255,18 +261,7 @@ class _RankRun:
             seed = self._job.recipe.training.seed
             torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
             seed_python_and_numpy(seed, "data")
-            dataset = self._load()
-            trainer = Trainer(
-                self._job.recipe,
-                dataset,
-                self._ranks,
-                folder=self._folder,
-                observer=self._notify,
-                stop=stop,
-                profile=self._job.profile,
-                keep=self._job.keep,
-                store=self._store,
-            )
+            trainer = self._make_trainer(stop)
             self._resume(trainer)
             self._write_inputs(trainer)
             # Loading and planning may take any time; only from here on do ranks expect answers within the
@@ -276,12 +271,9 @@ class _RankRun:
             # Training seconds of earlier starts, from the checkpoint.
             trained = trainer.progress.seconds
             trainer.run()
-            skipped = _merge_skipped(self._ranks.collect(dict(dataset.skipped)))
+            skipped = self._merge_skipped(self._ranks.collect(dict(trainer.dataset.skipped)))
             summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
-            # After training, when the model has the reported weights.
-            summary["explained"] = explain_run(trainer, self._folder)
-            if self._job.final is not None and summary["state"] == "finished":
-                self._refit(trainer, summary, stop)
+            self._extend(trainer, summary, stop)
             if self._ranks.is_first:
                 self._write_results(trainer, summary, stop)
             self._ranks.wait_for_all()
@@ -290,6 +282,27 @@ class _RankRun:
             # The command turns this entry into an exit code by which the launcher restarts the ranks.
             return {**summary, RESTART_REQUESTED: True}
         return summary
+
+    def _make_trainer(self, stop: StopRequest) -> "Trainer | StreamTrainer":
+        """Load the data, and create the trainer. Collective."""
+        return Trainer(
+            self._job.recipe,
+            self._load(),
+            self._ranks,
+            folder=self._folder,
+            observer=self._notify,
+            stop=stop,
+            profile=self._job.profile,
+            keep=self._job.keep,
+            store=self._store,
+        )
+
+    def _extend(self, trainer: Any, summary: dict[str, Any], stop: StopRequest) -> None:
+        """Explain and refit the finished run, and add the results to the summary. Collective."""
+        # After training, when the model has the reported weights.
+        summary["explained"] = explain_run(trainer, self._folder)
+        if self._job.final is not None and summary["state"] == "finished":
+            self._refit(trainer, summary, stop)
 
     def _refit(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Refit on training, validation and test rows, and add the result to the summary. Collective."""
@@ -322,10 +335,14 @@ class _RankRun:
             "store",
             "final",
             "warm_start",
+            "stream",
+            "stream_options",
         )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
-        compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
+        # A followed run reads no data files, except for rank 0, which fits the features.
+        start = describe_start(job.recipe, job.source, options, files=job.stream is None)
+        compare_ranks(self._ranks, start, "were not started alike")
 
     def _load(self) -> "Dataset":
         """Load the data, and check that all ranks have loaded the same data. Collective.
@@ -344,7 +361,7 @@ class _RankRun:
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
         return dataset
 
-    def _resume(self, trainer: Trainer) -> None:
+    def _resume(self, trainer: "Trainer | StreamTrainer") -> None:
         """Load the newest checkpoint if there is one. Collective.
 
         There is one after --resume, and after the launcher has restarted the ranks.
@@ -377,7 +394,7 @@ class _RankRun:
         for observer in self._observers:
             observer(event)
 
-    def _write_inputs(self, trainer: Trainer) -> None:
+    def _write_inputs(self, trainer: "Trainer | StreamTrainer") -> None:
         """Write ``config.json``, the run state, the plan and its HTML page, on rank 0. Collective."""
         # Collective, so before the other ranks return.
         hosts = Counter(self._ranks.collect(socket.gethostname()))
@@ -401,10 +418,12 @@ class _RankRun:
             "baselines": self._job.baselines,
             "final": self._job.final,
             "warm_start": self._warm_start or before.get("warm_start"),
+            "stream": self._job.stream,
+            "stream_options": to_json(self._job.stream_options),
             "began": before.get("began", self._began),
             "torch": torch.__version__,
             "starts": [*before.get("starts", []), start],
-            "commands": next_commands(self._folder),
+            "commands": next_commands(self._folder, is_stream=self._job.stream is not None),
         }
         self._folder.write_json(CONFIG, config, seal=True)
         self._folder.write_state("running", step=trainer.progress.step)
@@ -414,17 +433,37 @@ class _RankRun:
             save_plan(plan, self._folder.plan)
             write_html(make_report(plan), self._folder.plan_page)
 
+    def _merge_skipped(self, by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+        """Merge the counts of skipped rows from all ranks.
+
+        Ranks that read the same file report the same counts, so counts are not added.
+
+        Args:
+            by_rank: per rank, counts by file and reason: ``{"day_0.parquet": {"negative label": 3}}``.
+
+        Returns:
+            Counts by file and reason.
+        """
+        merged: dict[str, dict[str, int]] = {}
+        for of_rank in by_rank:
+            for file, reasons in of_rank.items():
+                merged.setdefault(file, {}).update(reasons)
+        return merged
+
     def _summary(
-        self, trainer: Trainer, train_seconds: float, skipped: Mapping[str, Mapping[str, int]]
+        self,
+        trainer: "Trainer | StreamTrainer",
+        train_seconds: float,
+        skipped: Mapping[str, Mapping[str, int]],
     ) -> dict[str, Any]:
-        """Return the summary of the training. `run` and `_write_results` add further entries later.
+        """Return the summary of the training. `_extend` and `_write_results` add further entries later.
 
         Args:
             trainer: the finished trainer.
             train_seconds: training time in seconds since this start, without earlier starts.
             skipped: number of skipped rows by file and reason.
         """
-        progress = trainer.progress
+        progress, results = trainer.progress, self._results(trainer)
         error = None
         if not trainer.saver.is_saved:
             # Without the last checkpoint, the run counts as failed, although training is complete.
@@ -443,6 +482,21 @@ class _RankRun:
             "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
             "ended_because": trainer.ended_because,
+            **results,
+            "baselines": {},
+            "baselines_test": {},
+            "baseline_curves": {},
+            "checkpoints": self._checkpoints(results["weights_step"]),
+            "failed_saves": trainer.saver.failures,
+            "phases": self._phases(trainer),
+            "warm_start": (self._folder.read_json(CONFIG) or {}).get("warm_start"),
+            "began": self._began,
+            "ended": timestamp(),
+        }
+
+    def _results(self, trainer: Any) -> dict[str, Any]:
+        """Return the results of evaluations for the summary."""
+        return {
             "best_step": trainer.evaluator.early.best_step,
             "weights_step": trainer.evaluator.weights_step,
             "validation": trainer.validation,
@@ -450,17 +504,8 @@ class _RankRun:
             "evaluated_users": self._evaluated_users(trainer.dataset),
             "curves": trainer.evaluator.curves,
             "dense_precision": self._precision(trainer),
-            "baselines": {},
-            "baselines_test": {},
-            "baseline_curves": {},
             "best_possible_auc": trainer.dataset.best_auc,
             "held_back": self._held_back(trainer.dataset),
-            "checkpoints": self._checkpoints(trainer.evaluator.weights_step),
-            "failed_saves": trainer.saver.failures,
-            "phases": self._phases(trainer),
-            "warm_start": (self._folder.read_json(CONFIG) or {}).get("warm_start"),
-            "began": self._began,
-            "ended": timestamp(),
         }
 
     def _precision(self, trainer: Trainer) -> dict[str, Any]:
@@ -511,7 +556,7 @@ class _RankRun:
                 paths[name] = None
         return paths
 
-    def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
+    def _phases(self, trainer: "Trainer | StreamTrainer") -> list[dict[str, Any]]:
         """Return a dict per measured phase, and at the end a dict for the whole step.
 
         A dict has the name (``phase``), and the ``predicted`` and ``measured`` seconds; see
@@ -522,11 +567,13 @@ class _RankRun:
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
-    def _write_results(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+    def _write_results(
+        self, trainer: "Trainer | StreamTrainer", summary: dict[str, Any], stop: StopRequest
+    ) -> None:
         """Compute the baselines, and write summary, state and report. Rank 0 only."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
-            self._download_weights(trainer.evaluator.weights_step, summary)
+            self._download_weights(summary["weights_step"], summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         # Write the summary now, in case the baselines fail or the process is killed.
         self._folder.write_json(SUMMARY, summary)
@@ -554,7 +601,9 @@ class _RankRun:
                 break
         summary["checkpoints"] = self._checkpoints(step)
 
-    def _evaluate_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+    def _evaluate_baselines(
+        self, trainer: "Trainer | StreamTrainer", summary: dict[str, Any], stop: StopRequest
+    ) -> None:
         """Add the baselines' metrics to the summary. After a stop request, skip the remaining baselines."""
 
         def tell(share: float) -> None:
@@ -608,12 +657,20 @@ class _Stopped(Exception):
     """Raised to leave the computation of baselines, when the user has asked the run to stop."""
 
 
-def next_commands(folder: RunFolder) -> dict[str, str]:
-    """Return command lines a user may type next for a run, by purpose, such as "resume" or "export"."""
+def next_commands(folder: RunFolder, *, is_stream: bool | None = None) -> dict[str, str]:
+    """Return command lines a user may type next for a run, by purpose, such as "resume" or "export".
+
+    Args:
+        folder: run folder.
+        is_stream: whether the run follows a stream; None: as the run's configuration says.
+    """
+    if is_stream is None:
+        is_stream = (folder.read_json(CONFIG) or {}).get("stream") is not None
+    command = "follow" if is_stream else "train"
     runs = "" if folder.path.parent == RUNS else f" --runs {quote(str(folder.path.parent))}"
     name, path = folder.path.name, quote(str(folder.path))
     return {
-        "resume": f"meshrec train --resume --name {quote(name)}{runs}",
+        "resume": f"meshrec {command} --resume --name {quote(name)}{runs}",
         "final": f"meshrec train --resume --name {quote(name)}{runs} --final all",
         "export": f"meshrec checkpoint export {path} {quote(f'{name}.safetensors')}",
         "evaluate": f"meshrec evaluate {path} --data FILES",
@@ -623,21 +680,3 @@ def next_commands(folder: RunFolder) -> dict[str, str]:
         "serve": f"meshrec serve {quote(f'{name}-package')}",
         "load": f'meshrec.checkpoint.load({json.dumps(str(folder.path))}, {{"model": model}})',
     }
-
-
-def _merge_skipped(by_rank: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Merge the counts of skipped rows from all ranks.
-
-    Ranks that read the same file report the same counts, so counts are not added.
-
-    Args:
-        by_rank: per rank, counts by file and reason, such as ``{"day_0.parquet": {"negative label": 3}}``.
-
-    Returns:
-        Counts by file and reason.
-    """
-    merged: dict[str, dict[str, int]] = {}
-    for of_rank in by_rank:
-        for file, reasons in of_rank.items():
-            merged.setdefault(file, {}).update(reasons)
-    return merged

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from meshrec.train.run_folder import RunFolder, RunState, find_run
     from meshrec.train.schedule import Schedule
     from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
+    from meshrec.train.stream_options import StreamOptions
+    from meshrec.train.stream_trainer import StreamTrainer
     from meshrec.train.trainer import Trainer
     from meshrec.train.watch import LossError
     from meshrec.train.wide_deep import WideDeepConfig
@@ -99,6 +101,8 @@ __all__ = [
     "Softmax",
     "SplitOptions",
     "SquaredError",
+    "StreamOptions",
+    "StreamTrainer",
     "SyntheticClicks",
     "SyntheticImpressions",
     "TableSource",

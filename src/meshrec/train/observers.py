@@ -27,7 +27,7 @@ class Started(NamedTuple):
         recipe: the recipe.
         folder: run folder; None if the trainer has none.
         dataset: name of the dataset.
-        num_samples: number of training samples.
+        num_samples: number of training samples; None: a stream without an end.
         num_validation: number of validation samples.
         num_test: number of test samples.
         num_ranks: number of ranks.
@@ -36,13 +36,13 @@ class Started(NamedTuple):
         num_dense_parameters: number of all other parameters.
         plan: sharding plan; None for an unsharded model.
         first_step: number of steps finished by earlier starts of the run.
-        num_steps: step at which the run ends.
+        num_steps: step at which the run ends; None: it has no last step.
     """
 
     recipe: Recipe
     folder: RunFolder | None
     dataset: str
-    num_samples: int
+    num_samples: int | None
     num_validation: int
     num_test: int
     num_ranks: int
@@ -51,7 +51,7 @@ class Started(NamedTuple):
     num_dense_parameters: int
     plan: PlannedShardingPlan | None
     first_step: int
-    num_steps: int
+    num_steps: int | None
 
 
 class Stepped(NamedTuple):

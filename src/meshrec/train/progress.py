@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.checkpoint import Published, load, read_manifest
-from meshrec.data import Position
+from meshrec.data import Position, streams
 
 
-class Progress:
-    """Progress of a training run: step, samples, position in the data, and training time.
+class RunProgress:
+    """Progress of a run, whatever its data: steps, samples, training time, and what was published.
 
     Attributes:
         step: number of finished steps.
         num_samples: training samples so far, over all ranks, without skipped damaged rows.
         seconds: training time in seconds, over all starts of the run.
-        position: epoch, and number of samples read in this epoch, including skipped rows.
+        event_time: time of the newest event so far on any rank, in microseconds since 1970; None: unknown.
         published: last delta written for servers; None before the first. A delta is a set of files with the
             weights changed since the previous delta. It is written before every checkpoint, so it contains
             all steps up to the checkpoint.
@@ -25,9 +25,39 @@ class Progress:
         self.step = 0
         self.num_samples = 0
         self.seconds = 0.0
-        self.position = Position()
+        self.event_time: int | None = None
         self.published: Published | None = None
         self.start_options: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain values."""
+        return {
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "seconds": self.seconds,
+            "published": None if self.published is None else list(self.published),
+            "start_options": self.start_options,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state from ``state_dict``."""
+        self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
+        self.seconds = float(state["seconds"])
+        published = state.get("published")  # earlier releases did not keep it
+        self.published = None if published is None else Published(*published)
+        self.start_options = dict(state.get("start_options", {}))
+
+
+class Progress(RunProgress):
+    """Progress of a run over epochs.
+
+    Attributes:
+        position: epoch, and number of samples read in this epoch, including skipped rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
         """Count a finished step, and advance the position in the data.
@@ -46,24 +76,34 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain values."""
-        # Lists instead of tuples, because a checkpoint stores plain values.
-        return {
-            "step": self.step,
-            "num_samples": self.num_samples,
-            "seconds": self.seconds,
-            "position": list(self.position),
-            "published": None if self.published is None else list(self.published),
-            "start_options": self.start_options,
-        }
+        # A list instead of a tuple, because a checkpoint stores plain values.
+        return {**super().state_dict(), "position": list(self.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state from ``state_dict``."""
-        self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
-        self.seconds = float(state["seconds"])
+        super().load_state_dict(state)
         self.position = Position(*(int(value) for value in state["position"]))
-        published = state.get("published")  # earlier releases did not keep it
-        self.published = None if published is None else Published(*published)
-        self.start_options = dict(state.get("start_options", {}))
+
+
+class StreamProgress(RunProgress):
+    """Progress of a run over a stream.
+
+    Attributes:
+        position: position in the stream; None: the start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position: streams.Position | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain values."""
+        return {**super().state_dict(), "position": self.position, "event_time": self.event_time}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state from ``state_dict``."""
+        super().load_state_dict(state)
+        self.position, self.event_time = state["position"], state["event_time"]
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:
@@ -73,7 +113,7 @@ def origin_of(checkpoint: Path) -> dict[str, Any]:
         ``step``, ``checkpoint`` (name of the checkpoint folder), and ``published`` (the last delta that the
         weights contain; None: none).
     """
-    manifest, progress = read_manifest(checkpoint), Progress()
+    manifest, progress = read_manifest(checkpoint), RunProgress()
     if "progress" in manifest.values:  # earlier releases did not store it with the best weights
         load(checkpoint, {"progress": progress})
     return {"step": manifest.step, "checkpoint": checkpoint.name, "published": progress.published}

@@ -41,6 +41,8 @@ FINAL = "final"
 """Subfolder for the refit on all rows, which is a run itself."""
 RUNS = Path("runs")
 """Default folder with all run folders."""
+# Age of lines to remove at which the file is rewritten, beyond the age that is kept.
+_REWRITE_SECONDS = 86400
 # Maximum size of a JSON file to read.
 _MAX_BYTES = 1 << 28
 _KINDS = ("run", "run in a folder of the user")
@@ -261,6 +263,19 @@ class RunFolder:
                 ]
                 # Replaced as a whole, so that a crash leaves either the old or the new lines.
                 write_durably(path, "".join(json.dumps(line) + "\n" for line in retained).encode())
+
+    def remove_lines_before(self, seconds: float) -> None:
+        """Remove metrics lines that are older than a time, unless the oldest line is hardly older.
+
+        Args:
+            seconds: time in seconds since 1970. Lines without the entry ``time`` are kept.
+        """
+        with contextlib.suppress(FileNotFoundError, ValueError), (self.path / METRICS).open() as file:
+            # Rewriting takes time, so it is done once per day, and not at every call.
+            if json.loads(file.readline()).get("time", math.inf) < seconds - _REWRITE_SECONDS:
+                retained = [line for line in self.metrics() if line.get("time", seconds) >= seconds]
+                text = "".join(json.dumps(line) + "\n" for line in retained)
+                write_durably(self.path / METRICS, text.encode())
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

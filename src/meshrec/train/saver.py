@@ -1,6 +1,7 @@
 """Save a run's checkpoints (from which it resumes), deltas (for servers) and best weights."""
 
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -8,7 +9,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint import CheckpointError, CheckpointManager
+from meshrec.checkpoint import CheckpointError, CheckpointManager, Published
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.hashed import hashed_targets
 from meshrec.checkpoint.matching import Differences
@@ -17,11 +18,9 @@ from meshrec.durable import make_scratch, remove_scratch
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.tables.placeholder import PlaceholderTensor
 from meshrec.train.building import BuiltModel
-from meshrec.train.progress import Progress
+from meshrec.train.progress import RunProgress
 from meshrec.train.ranks import Ranks
-from meshrec.train.recipe import Training
 from meshrec.train.run_folder import DELTAS, RunFolder
-from meshrec.train.stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from meshrec.checkpoint.publishing import DeltaPublisher
@@ -40,8 +39,11 @@ class CheckpointSaver:
 
     Args:
         built: the model and the optimizers.
-        progress, early: further state to store in checkpoints.
-        training: training options, which have the save intervals.
+        progress: progress of the run, which checkpoints contain.
+        state: further entries of a checkpoint by name, such as early stopping.
+        every: steps between checkpoints, for `is_due`; None: only the caller decides.
+        keep_last: number of checkpoints to keep.
+        publishes: whether to write deltas.
         ranks: the ranks, from `join`.
         folder: run folder; None: nothing is stored.
         keep: whether to save checkpoints. Without checkpoints or a folder, every rank keeps a copy of its
@@ -51,8 +53,8 @@ class CheckpointSaver:
 
     Attributes:
         folder: run folder, or None.
-        state: entries of a checkpoint by name: model, optimizers, progress and early stopping. Learning rates
-            and sample order need no entry, because they follow from the progress.
+        state: entries of a checkpoint by name: model, optimizers, progress and others. Learning rates and
+            sample order need no entry, because they follow from the progress.
         failures: error messages from failed saves.
         is_saved: whether the final state is saved; True if nothing is to be stored. Set by `finish`.
     """
@@ -60,10 +62,12 @@ class CheckpointSaver:
     def __init__(
         self,
         built: BuiltModel,
-        progress: Progress,
-        early: EarlyStopping,
+        progress: RunProgress,
+        state: Mapping[str, Any],
         *,
-        training: Training,
+        every: int | None,
+        keep_last: int,
+        publishes: bool,
         ranks: Ranks,
         folder: RunFolder | None,
         keep: bool = True,
@@ -77,15 +81,20 @@ class CheckpointSaver:
             "table_optimizer": built.tables,
             "dense_optimizer": built.dense,
             "progress": progress,
-            "early_stopping": early,
+            **state,
         }
         self.failures: list[str] = []
         self.is_saved = True
-        # Whether the recipe publishes deltas. `start_deltas` creates the publisher, because a resume must
+        # Whether the run publishes deltas. `start_deltas` creates the publisher, because a resume must
         # have loaded the progress before.
-        self._publishes = folder is not None and training.publish_every is not None
+        self._publishes = folder is not None and publishes
         self._publisher: DeltaPublisher | None = None
-        self._every = training.checkpoint_every
+        # The last delta that `take_published` has returned.
+        self._reported: Published | None = None
+        # Progress in the newest checkpoints, oldest first. One more than are kept, because the newest may not
+        # be complete.
+        self._kept: deque[dict[str, Any]] = deque(maxlen=keep_last + 1)
+        self._every = every
         self._saved: int | None = None
         """Step of the last successful save or load; None after a failure."""
         # Manager of the checkpoints; None if no checkpoints are saved.
@@ -94,7 +103,7 @@ class CheckpointSaver:
         # Source and target of copies of small run files, so that another host can continue. On rank 0 only.
         self._mirror: tuple[Path, ObjectStore] | None = None
         if folder is not None and keep:
-            self._manager = _make_manager(folder, CHECKPOINTS, store, training.keep_checkpoints, ranks)
+            self._manager = _make_manager(folder, CHECKPOINTS, store, keep_last, ranks)
             best = _make_manager(folder, BEST, store, 1, ranks)
             if store is not None and ranks.is_first:
                 from meshrec.train.stored_run import RUN_FILES
@@ -150,7 +159,7 @@ class CheckpointSaver:
         return differences
 
     def start_deltas(self) -> None:
-        """Start to record changed rows for deltas, if the recipe publishes deltas.
+        """Start to record changed rows for deltas, if the run publishes deltas.
 
         To be called after a resume, and before the first training step.
         """
@@ -163,20 +172,51 @@ class CheckpointSaver:
             self._publisher = DeltaPublisher(
                 model, path / DELTAS, run=path.name, step=progress.step, after=progress.published
             )
+            self._reported = progress.published
 
     def publish(self) -> None:
-        """Write a delta, if the recipe publishes deltas.
+        """Write a delta, if the run publishes deltas.
 
         A failure is reported to the user, and does not end the run. The next delta then also has the rows of
         the failed delta.
         """
         if self._publisher is not None:
             try:
-                self._publisher.publish(self._progress.step)
+                self._publisher.publish(self._progress.step, event_time=self._progress.event_time)
             except CheckpointError as error:
                 self._tell(f"no delta was published: {error}")
             # Stored in checkpoints, so that a resumed run knows which deltas its weights contain.
             self._progress.published = self._publisher.last
+
+    def take_published(self) -> Published | None:
+        """Return the last delta, if it was published since the last call."""
+        published = self._progress.published
+        is_new = self._publisher is not None and published != self._reported
+        self._reported = published
+        return published if is_new else None
+
+    @property
+    def oldest_progress(self) -> dict[str, Any] | None:
+        """Progress of the oldest checkpoint from which the run may continue; None: unknown.
+
+        It is unknown after a start, while there may be checkpoints of an earlier start.
+        """
+        return self._kept[0] if len(self._kept) == self._kept.maxlen else None
+
+    def remove_deltas_before(self, seconds: float) -> None:
+        """Remove deltas of this run that are older than a time, and that all kept checkpoints contain.
+
+        Args:
+            seconds: time in seconds since 1970.
+        """
+        published = (self.oldest_progress or {}).get("published")
+        if self._publisher is not None and published is not None:
+            self._publisher.remove_before(seconds, Published(*published))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the newest checkpoint has the current step."""
+        return self._saved == self._progress.step
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint must be saved after this step."""
@@ -254,6 +294,7 @@ class CheckpointSaver:
             # raises, and `_record_failure` resets `_saved`.
             save(self._progress.step, self.state)
             self._saved = self._progress.step
+            self._kept.append(self._progress.state_dict())
             if self._mirror is not None:
                 from meshrec.train.stored_run import upload_run
 
@@ -264,6 +305,7 @@ class CheckpointSaver:
     def _record_failure(self, error: CheckpointError) -> None:
         """Record a failed save, and tell the user."""
         self._saved = None
+        self._kept.clear()
         self.failures.append(str(error))
         self._tell(f"no checkpoint was saved: {error}")
 
@@ -284,7 +326,7 @@ class BestWeights:
         # Step of the in-memory copy; None without a copy.
         self._step: int | None = None
 
-    def copy_weights(self, progress: Progress) -> None:
+    def copy_weights(self, progress: RunProgress) -> None:
         """Copy the model's current weights, and drop the previous copy.
 
         Args:

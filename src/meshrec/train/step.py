@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from meshrec.modules.precision import cast_weights_once
 from meshrec.pipeline import Lookahead, Update
+from meshrec.tables import set_event_time
 from meshrec.train.building import BuiltModel
 from meshrec.train.losses import Loss, ensemble_loss, squeeze_outputs
 from meshrec.train.ranks import Ranks
@@ -27,12 +28,14 @@ class Outputs(NamedTuple):
         logits: logits [B] or [B, T]; for an ensemble, the mean over members.
         labels: labels [B] or [B, T].
         weights: sample weights [B]; None: all weights are 1.
+        times: event times [B] of a stream, in microseconds since 1970, on the CPU; None: unknown.
     """
 
     loss_sum: Tensor
     logits: Tensor
     labels: Tensor
     weights: Tensor | None = None
+    times: Tensor | None = None
 
 
 class TrainStep:
@@ -99,6 +102,9 @@ class TrainStep:
             # Gradients are accumulated until the last batch, after which the optimizers step.
             steps = number == num_batches - 1
             batch = self._next_batch(batches)
+            if batch.times is not None and len(batch.times):
+                # Before the update, which evicts rows by this time.
+                set_event_time(self._built.model, int(batch.times.max()) // 1_000_000)
             with self._update.backward(steps=steps, defer_reduction=lookahead is not None):
                 # Before `forget`: the message about a failure in the previous batch needs the recorded
                 # outputs.
@@ -121,7 +127,7 @@ class TrainStep:
             logits = logits.detach()
             # Metrics are computed for the mean of an ensemble's members.
             whole = squeeze_outputs(logits.mean(2)) if logits.dim() == 3 else logits
-            outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights))
+            outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights, batch.times))
             if lookahead is not None and not steps:
                 self._update.after_backward(lookahead, steps=False)
         with record_function("meshrec.optimizer"):

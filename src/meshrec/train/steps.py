@@ -5,9 +5,10 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn, profiler
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
 from meshrec.train.building import BuiltModel
 from meshrec.train.evaluation import OutputWindow
-from meshrec.train.progress import Progress
+from meshrec.train.progress import RunProgress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
@@ -25,8 +26,12 @@ from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stragglers import WaitClock
 from meshrec.train.table_counts import IdCounts
+from meshrec.train.watch import LossError
 
 _logger = logging.getLogger("meshrec.train")
+
+# Maximum number of phase times that are kept per rank, and of each kind.
+_MAX_TIMES = 1 << 16
 
 
 class Steps:
@@ -66,7 +71,7 @@ class Steps:
         self.phases = PhaseTimes(training.phases_every, folder, ranks, is_pipelined=self.step.is_pipelined)
         self.first_failure: tuple[int, str] | None = None
         self._rates = LearningRates([built.tables, built.dense], recipe.schedule, num_steps)
-        self._batch_size = training.batch_size
+        self._batch_size, self._ranks = training.batch_size, ranks
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
         # Exists only inside `profiled`.
         self._profiler: profiler.profile | None = None
@@ -112,6 +117,24 @@ class Steps:
             yield
         self._profiler = None
 
+    def raise_first_failure(self, latest: Callable[[], str | None]) -> NoReturn:
+        """Raise a LossError about the first failed step on any rank. Collective.
+
+        All ranks raise the same error. Call this method only after a step has failed on some rank.
+
+        Args:
+            latest: returns the path of the newest checkpoint, if there is one. Collective.
+        """
+        # All ranks choose the earliest step, so that they raise the same error.
+        failures = [failure for failure in self._ranks.collect(self.first_failure) if failure is not None]
+        step, cause = min(failures)
+        path = latest()
+        saved = f"The last good checkpoint is {path}" if path else "No checkpoint was saved before it"
+        raise LossError(
+            f"step {step}: {cause}. {saved}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
+            "gradients (--training.clip-norm 1), and train again."
+        )
+
     def end_step(self) -> None:
         """Tell the profiler that a step has ended."""
         if self._profiler is not None:
@@ -133,8 +156,9 @@ class PhaseTimes:
 
     def __init__(self, every: int, folder: RunFolder | None, ranks: Ranks, *, is_pipelined: bool) -> None:
         self._every, self._folder, self._ranks, self._is_pipelined = every, folder, ranks, is_pipelined
-        # Times for steps with overlap, and for steps that wait for every exchange; cleared by `write`.
-        self._times: tuple[list[PhaseTime], list[PhaseTime]] = ([], [])
+        # Times for steps with overlap, and for steps that wait for every exchange; cleared by `write`. Only
+        # the newest are kept, because a run on a stream may take weeks.
+        self._times: tuple[deque[PhaseTime], ...] = (deque(maxlen=_MAX_TIMES), deque(maxlen=_MAX_TIMES))
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -167,8 +191,9 @@ class PhaseTimes:
         if not self._every or self._folder is None:
             return
         # Cleared on every rank, although only rank 0 writes.
-        times, self._times = self._times, ([], [])
-        by_rank = self._ranks.collect(times)
+        by_rank = self._ranks.collect(tuple(map(list, self._times)))
+        for times in self._times:
+            times.clear()
         if self._ranks.is_first:
             try:
                 write_phases(self._folder.phases, itertools.chain(*(overlapped for overlapped, _ in by_rank)))
@@ -188,14 +213,19 @@ class MetricLines:
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
         progress: progress of the run, to which `take` adds the samples and seconds since the last line.
-        samples_per_epoch: number of training samples.
+        position: returns the values that tell the position in the data, such as the epoch.
     """
 
     def __init__(
-        self, recipe: Recipe, built: BuiltModel, ranks: Ranks, progress: Progress, samples_per_epoch: int
+        self,
+        recipe: Recipe,
+        built: BuiltModel,
+        ranks: Ranks,
+        progress: RunProgress,
+        position: Callable[[], dict[str, float]],
     ) -> None:
         self._built, self._ranks, self.progress = built, ranks, progress
-        self._samples_per_epoch = samples_per_epoch
+        self._position = position
         # Outputs since the last line, which `take` clears.
         self._window = OutputWindow(recipe.loss)
         # Samples and time (perf_counter) at the last `start_clock`, from which throughput is measured.
@@ -225,13 +255,16 @@ class MetricLines:
         self._since = (self.progress.num_samples, time.perf_counter())
         self._waits.start()
 
+    def restart_waits(self) -> None:
+        """Leave the time since the last step out of the time that ranks wait for one another."""
+        self._waits.start()
+
     def step_fields(self) -> dict[str, Any]:
-        """Return the values in every metrics line: step, epoch, samples and training seconds so far."""
+        """Return the values in every metrics line: step, position, samples and training seconds so far."""
         progress = self.progress
-        epoch, sample = progress.position
         return {
             "step": progress.step,
-            "epoch": epoch + sample / self._samples_per_epoch,
+            **self._position(),
             "samples": progress.num_samples,
             "seconds": progress.seconds,
         }
@@ -271,6 +304,11 @@ def memory_and_cpu() -> tuple[float, float]:
     """Return the peak memory (MiB) and the CPU time (seconds) of this process so far."""
     # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()
+
+
+def num_threads(recipe: Recipe, ranks: Ranks) -> int:
+    """Return the maximum number of threads that pay in a training step on a rank."""
+    return max(1, recipe.training.batch_size // ranks.size // recipe.model.samples_per_thread)
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:

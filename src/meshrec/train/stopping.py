@@ -44,10 +44,16 @@ class Agreement(NamedTuple):
     Attributes:
         stop: whether any rank was asked to stop.
         failed: whether a step failed on any rank.
+        due: work that rank 0 has announced, a bit per kind.
     """
 
     stop: bool = False
     failed: bool = False
+    due: int = 0
+
+    def merged(self, other: "Agreement") -> "Agreement":
+        """Return the flags that are set in either agreement."""
+        return Agreement(self.stop or other.stop, self.failed or other.failed, self.due | other.due)
 
 
 class StopRequest:
@@ -81,12 +87,15 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def exchange(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
+    def exchange(
+        self, ranks: Ranks, *, failed: bool = False, due: int = 0, at_once: bool = False
+    ) -> Agreement:
         """Exchange flags with the other ranks. Called once per step. Collective.
 
         Args:
             ranks: the ranks, from `join`.
             failed: whether the step failed on this rank.
+            due: work that all ranks shall do, such as a checkpoint, a bit per kind. Only rank 0 sets it.
             at_once: whether to wait for the flags of this step, instead of reading them in the next step.
                 Equal on all ranks.
 
@@ -94,22 +103,21 @@ class StopRequest:
             The flags of the previous step, and with ``at_once`` also those of this step.
         """
         if ranks.control is None:
-            return Agreement(self.signal is not None, failed)
+            return Agreement(self.signal is not None, failed, due)
         # `_pending` holds a single exchange, so the previous step's must be read before the next one starts.
         agreement = self.finish()
         # The sum over ranks is above 0 if any rank has set the flag. CPU tensors, because `control` is a gloo
         # group.
-        flags = torch.tensor([float(self.signal is not None), float(failed)])
+        flags = torch.tensor([float(self.signal is not None), float(failed), float(due)])
         self._pending = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
         if at_once:
-            newer = self.finish()
-            agreement = Agreement(agreement.stop or newer.stop, agreement.failed or newer.failed)
+            agreement = agreement.merged(self.finish())
         return agreement
 
     def finish(self) -> Agreement:
         """Wait for the flags of the last step if they have not been read yet, and return them.
 
-        Otherwise, both flags in the result are False.
+        Otherwise, no flag in the result is set.
         """
         if self._pending is None:
             return Agreement()
@@ -117,7 +125,8 @@ class StopRequest:
         # Count this wait as time blocked in collectives; see stragglers.py.
         with blocked():
             work.wait()
-        return Agreement(*map(bool, flags.tolist()))
+        stop, failed, due = flags.tolist()
+        return Agreement(bool(stop), bool(failed), int(due))
 
     def request(self) -> None:
         """Request a stop, as SIGINT does."""

@@ -18,9 +18,8 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saver import CheckpointSaver
-from meshrec.train.steps import MetricLines, Steps
+from meshrec.train.steps import MetricLines, Steps, num_threads
 from meshrec.train.stopping import StopRequest
-from meshrec.train.watch import LossError
 from meshrec.train.weights_evaluator import WeightsEvaluator
 
 if TYPE_CHECKING:
@@ -93,8 +92,10 @@ class Trainer:
         self.saver = CheckpointSaver(
             self.built,
             self.progress,
-            self.evaluator.early,
-            training=recipe.training,
+            {"early_stopping": self.evaluator.early},
+            every=training.checkpoint_every,
+            keep_last=training.keep_checkpoints,
+            publishes=training.publish_every is not None,
             ranks=ranks,
             folder=folder,
             keep=keep,
@@ -112,7 +113,7 @@ class Trainer:
             profile=profile,
             bf16=self.precision.bf16,
         )
-        self._lines = MetricLines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
+        self._lines = MetricLines(recipe, self.built, ranks, self.progress, self._epoch_field)
 
     @property
     def validation(self) -> dict[str, float]:
@@ -182,7 +183,7 @@ class Trainer:
         is_fitted = self._fit_initial_weights()
         self.saver.start_deltas()
         # With frozen objects, garbage collections during training do not visit the model again.
-        with frozen_objects(), self._steps.profiled(), at_most_threads(self._num_threads()):
+        with frozen_objects(), self._steps.profiled(), at_most_threads(num_threads(self.recipe, self.ranks)):
             if is_fitted or (self._is_warm and not self.progress.step) or self._needs_evaluation():
                 self._evaluate()
             if is_fitted:
@@ -191,7 +192,7 @@ class Trainer:
                 self._train_epoch()
         # The flags of a step are read in the next step, so those of the last step are still unread.
         if self._stop.finish().failed:
-            self._raise_first_failure()
+            self._steps.raise_first_failure(self.saver.latest)
         self._log_remaining()
         if self.progress.step and not self.progress.num_samples:
             raise ValueError(
@@ -216,10 +217,10 @@ class Trainer:
         """
         return score(self.built.model, reader, self.ranks)
 
-    def _num_threads(self) -> int:
-        """Return the maximum number of threads that pay in a training step on this rank."""
-        samples = self.recipe.training.batch_size // self.ranks.size
-        return max(1, samples // self.recipe.model.samples_per_thread)
+    def _epoch_field(self) -> dict[str, float]:
+        """Return the epoch for metrics lines, with a fraction."""
+        epoch, sample = self.progress.position
+        return {"epoch": epoch + sample / self.dataset.train.num_samples}
 
     def _fit_initial_weights(self) -> bool:
         """Fit initial weights before the first step, if the model supports it. Return whether it did."""
@@ -314,7 +315,7 @@ class Trainer:
             at_once=logs or evaluates or saves or publishes or ends_epoch,
         )
         if agreed.failed:
-            self._raise_first_failure()
+            self._steps.raise_first_failure(self.saver.latest)
         if logs:
             self._log()
         if publishes:
@@ -328,23 +329,6 @@ class Trainer:
         # Set last, so that the work that is due at this step is still done.
         self.stopped = agreed.stop
         return True
-
-    def _raise_first_failure(self) -> None:
-        """Raise a LossError about the first failed step on any rank. Collective.
-
-        All ranks raise the same error. Call this method only after a step has failed on some rank.
-        """
-        # All ranks choose the earliest step, so that they raise the same error.
-        failures = [
-            failure for failure in self.ranks.collect(self._steps.first_failure) if failure is not None
-        ]
-        step, cause = min(failures)
-        latest = self.saver.latest()
-        saved = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
-        raise LossError(
-            f"step {step}: {cause}. {saved}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
-            "gradients (--training.clip-norm 1), and train again."
-        )
 
     def _log(self) -> None:
         """Report a training metrics line for the steps since the last line. Collective."""

@@ -10,7 +10,7 @@ from meshrec.data.dataset import Feature
 from meshrec.data.features.ids import LIST_KINDS, IdFeature
 from meshrec.data.features.values import Kind, decoded, hashes_and_missing, integers_of, is_missing, kind_of
 from meshrec.data.samples import Ints
-from meshrec.tables.hashed.keys import LFU, LRU, Eviction, LowestNorm, MinCount
+from meshrec.tables.hashed.keys import LFU, LRU, TTL, Eviction, LowestNorm, MinCount
 from meshrec.tables.hashed.keys import Hashed as HashedKeys
 
 _EVICTIONS: dict[str, Callable[[], Eviction | None]] = {
@@ -37,6 +37,8 @@ class Key(IdFeature):
         min_count: occurrences in training before a key is admitted.
         evict: eviction policy of a full table: "lru" (least recently updated), "lfu" (least frequently
             read), "lowest_norm", or "error" (raise an error).
+        ttl_seconds: also evict keys without an update for this many seconds of event time, which replaces
+            ``evict``; see `meshrec.TTL`. Streams have event times, `meshrec train` has none.
         seed: seed for initial row values.
         missing: whether null, NaN and empty strings get the key -2^63. Otherwise they are damage.
     """
@@ -49,6 +51,7 @@ class Key(IdFeature):
     max_rows: int
     min_count: int = 1
     evict: str = "lru"
+    ttl_seconds: int | None = None
     seed: int = 0
     missing: bool = True
 
@@ -69,7 +72,9 @@ class Key(IdFeature):
         """Return the hashed table options."""
         # Without admission, the first occurrence gets a row.
         admit = MinCount(self.min_count) if self.min_count > 1 else None
-        return HashedKeys(max_rows=self.max_rows, admit=admit, evict=_EVICTIONS[self.evict](), seed=self.seed)
+        ttl = self.ttl_seconds
+        evict = _EVICTIONS[self.evict]() if ttl is None else TTL(seconds=ttl)
+        return HashedKeys(max_rows=self.max_rows, admit=admit, evict=evict, seed=self.seed)
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,9 @@ from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.values import TimeUnit, microseconds_of, whole
 from meshrec.data.samples import Samples, Shape
 
+_TOO_LATE = 10**17
+"""Limit of plausible times, in microseconds since 1970: after the year 5000."""
+
 
 class TimedFeatures(Encoding):
     """Features whose samples also have an event time, ``Samples.times``.
@@ -92,6 +95,12 @@ class TimedFeatures(Encoding):
             checks.require(readable, self._time, f"is no time. Give a time, ISO 8601 text or {self._unit}")
             present &= readable
             times[present] = microseconds_of(column.filter(pa.array(present)), self._unit)
+        # One wrong time would make all others look old.
+        checks.require(
+            ~present | ((times >= 0) & (times < _TOO_LATE)),
+            self._time,
+            f"is before 1970 or after the year 5000. Give numbers in {self._unit}, or name another unit",
+        )
         return samples._replace(times=times, is_valid=None if is_valid.all() else is_valid)
 
     def _is_time(self, value: pa.Scalar) -> bool:

@@ -1,0 +1,158 @@
+"""``meshrec follow``: train a recipe on a stream of records, and never end."""
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from meshrec.cli.arguments import HELP, UsageError, parse_known
+from meshrec.cli.arguments import parse as parse_arguments
+from meshrec.cli.train import (
+    HELP_ALL,
+    RunOptions,
+    as_rank,
+    find_recipe,
+    make_job,
+    parse,
+    read_config,
+    run_here,
+    with_data_folder,
+)
+from meshrec.comms.launchers import launched
+from meshrec.data.locations import is_address
+from meshrec.runs.saved_recipe import restore_options
+from meshrec.train.run_folder import CONFIG, RunFolder
+from meshrec.train.stream_options import StreamOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions(RunOptions, StreamOptions):
+    """Train a recipe on a stream: on records that arrive while the model trains.
+
+    SOURCE is a folder, or its address in a store, to which Parquet or Arrow files are added. The recipe's
+    data only fits the features, unless --from names a run, whose features and weights then continue.
+
+    `meshrec follow --resume --name RUN` continues a run at the exact record, with its options. Ctrl-C stops
+    it with a checkpoint.
+    """
+
+
+_SUMMARY = "Train this recipe on a stream, without an end."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start a run, or train as a rank of a run, and return the exit code."""
+    # Locks on the run folder are held until the command ends.
+    with ExitStack() as locks:
+        return _main(arguments, locks)
+
+
+def _main(arguments: Sequence[str], locks: ExitStack) -> int:
+    """Run the command, and return the exit code.
+
+    Args:
+        arguments: words after ``meshrec follow``.
+        locks: receives the locks on the run folder.
+    """
+    name, source, words = _split(arguments)
+    # Parse twice: recipe options are unknown until the recipe is resolved.
+    first, _ = parse_known(FollowOptions, words, program="meshrec follow")
+    if name is None and not first.resume:
+        return _help(words)
+    command = find_recipe(name, first, words, locks)
+    if any(word in HELP for word in words):
+        from meshrec.cli.recipe_help import recipe_help
+
+        title = f"meshrec follow {command.source} SOURCE"
+        print(recipe_help(title, command.recipe, FollowOptions, summary=_SUMMARY))
+        return 0
+    resumed = command.resumed
+    options, recipe = parse(
+        command.source,
+        with_data_folder(command),
+        command.recipe,
+        first.table_optimizer,
+        FollowOptions,
+        command="follow",
+        default=None if resumed is None else _saved_options(resumed),
+    )
+    job = make_job(
+        command,
+        options,
+        recipe,
+        stream=_find_source(source, resumed),
+        stream_options=StreamOptions(**_values(options)),
+    )
+    if launched():
+        return as_rank(job, quiet=options.quiet)
+    named = [] if name is None else [command.source, *([] if source is None else [source])]
+    return run_here(["follow", *named, *words], job, options, resumed, locks)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """Split arguments into recipe and source, which come first, and all other arguments."""
+    named = [*itertools.takewhile(lambda word: not word.startswith("-"), arguments[:2])]
+    name, source = (*named, None, None)[:2]
+    return name, source, [*arguments[len(named) :]]
+
+
+def _values(options: StreamOptions) -> dict[str, Any]:
+    """Return the options of the stream, without those of the command."""
+    return {field.name: getattr(options, field.name) for field in fields(StreamOptions)}
+
+
+def _saved_options(run: RunFolder) -> FollowOptions:
+    """Return the options with which a run followed its stream, as defaults.
+
+    Raises:
+        ValueError: the run does not follow a stream.
+    """
+    saved = read_config(run).get("stream_options")
+    if saved is None:
+        raise ValueError(
+            f"{run.path} does not follow a stream, so it has no position in one. Start a new run from its "
+            f"weights: `meshrec follow RECIPE SOURCE --from {run.path.name}`."
+        )
+    return FollowOptions(**_values(restore_options(StreamOptions(), saved, f"{run.path / CONFIG}: options")))
+
+
+def _find_source(source: str | None, resumed: RunFolder | None) -> str:
+    """Return the source on the command line, or of the run to resume; a folder as an absolute path.
+
+    Raises:
+        ValueError: there is no source, or no such folder.
+    """
+    if source is None and resumed is not None:
+        return str(read_config(resumed)["stream"])
+    if source is None:
+        raise UsageError("follow: SOURCE is missing. It comes after the recipe: the folder to follow.")
+    if is_address(source):
+        return source
+    if not Path(source).is_dir():
+        raise ValueError(f"{source} is not a folder. Make it, and add files to it while the run trains.")
+    return str(Path(source).resolve())
+
+
+def _help(words: Sequence[str]) -> int:
+    """Print the help, and return the exit code.
+
+    Raises:
+        UsageError: there are arguments, but help was not requested.
+    """
+    wants_help = any(word in (*HELP, HELP_ALL) for word in words)
+    if not wants_help and words:
+        raise UsageError(f"follow {' '.join(words)}: RECIPE and SOURCE are missing. They come first.")
+    try:
+        parse_arguments(
+            FollowOptions,
+            [HELP[1]],
+            program="meshrec follow RECIPE SOURCE",
+            description=inspect.getdoc(FollowOptions),
+        )
+    # tyro ends the program after it has printed a help page.
+    except SystemExit:
+        return 0 if wants_help else 2
+    raise AssertionError("tyro prints a help and exits")

@@ -1,0 +1,67 @@
+"""Streams by their addresses, and data sets that describe their samples."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshrec.data.batch import Batch
+from meshrec.data.dataset import Dataset, Reader, RowsOfFile
+from meshrec.data.encoding import Encoding
+from meshrec.data.faults import OnError
+from meshrec.data.follow import Follow
+from meshrec.data.streams import Stream
+from meshrec.data.tables import training_dataset
+
+_BROKERS = ("redis", "rediss", "kafka")
+"""Schemes of addresses that are not those of files."""
+
+
+def open_stream(
+    source: str | Path, features: Encoding, *, on_error: OnError = "raise", set_aside: Path | None = None
+) -> Stream:
+    """Open a stream by its address.
+
+    Args:
+        source: folder, or its address in a store, for `Follow`.
+        features: fitted features that encode the records.
+        on_error: "raise" for damaged records, or "skip" to count and omit them.
+        set_aside: folder that receives omitted records; None: they are only counted.
+
+    Raises:
+        ValueError: there is no stream at such an address.
+    """
+    scheme, separator, _ = str(source).partition("://")
+    if separator and scheme in _BROKERS:
+        raise ValueError(
+            f"{source} names a broker, and this release follows only folders. Write the records to files in "
+            "a folder, local or in a store."
+        )
+    return Follow(source, features, on_error=on_error, set_aside=set_aside)
+
+
+def stream_dataset(stream: Stream, features: Encoding, name: str) -> Dataset:
+    """Create a dataset that describes the samples of a stream, and has no samples.
+
+    Args:
+        stream: the stream.
+        features: fitted features that encode the records.
+        name: display name.
+    """
+    return replace(training_dataset(features, _NoSamples(), name), skipped=stream.faults.by_file)
+
+
+class _NoSamples(Reader):
+    """Reader without samples."""
+
+    @property
+    def num_samples(self) -> int:
+        return 0
+
+    @property
+    def files(self) -> Sequence[RowsOfFile]:
+        return ()
+
+    def batches(self, batch_size: int, **_: Any) -> Iterator[Batch]:
+        """Yield nothing, whatever the batch size."""
+        return iter(())

@@ -1,0 +1,39 @@
+"""Options of training on a stream, which are command-line options."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """Options of training on a stream."""
+
+    time: str | None = None
+    """Column with the event time. If not set, the time of arrival: in a folder, that of the file."""
+    time_unit: TimeUnit = "s"
+    """Unit of event times that are numbers."""
+    set_aside: Path | None = None
+    """Folder that receives omitted records as JSON lines. If not set, they are only counted."""
+    checkpoint_minutes: float = 10.0
+    """Minutes between checkpoints. A killed run continues from the last one."""
+    delta_seconds: float | None = 5.0
+    """Seconds between deltas (changed weights for servers); none: no deltas are written."""
+    log_seconds: float = 10.0
+    """Seconds between metrics lines."""
+    stop_when_idle: float | None = None
+    """End the run if no records have arrived for this many seconds; none: wait forever."""
+    keep_delta_hours: float | None = 6.0
+    """Hours for which deltas are kept, for servers that fall behind; none: all. Deltas that a kept checkpoint
+    does not contain are always kept.
+    """
+    keep_metric_days: float | None = 7.0
+    """Days for which metrics lines are kept; none: all."""
+
+    def __post_init__(self) -> None:
+        for field in fields(StreamOptions):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"{field.name} is {value}; it must be above 0. Take {field.default or 60}.")
