@@ -18,6 +18,7 @@ from meshrec.runs.following import follow_rank
 from meshrec.runs.job import Job
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.stream_options import StreamOptions
+from tests.data.broker_servers import redis_server  # noqa: F401 - a fixture
 from tests.forked import ForkedProgram
 from tests.train.events import events, recipe, write_events
 
@@ -169,7 +170,7 @@ def test_a_trained_run_continues_on_a_stream(meshrec, follow, runs, tmp_path):
     [
         ((RECIPE,), 2, "SOURCE is missing"),
         ((RECIPE, "no/such/folder"), 1, "no/such/folder is not a folder"),
-        ((RECIPE, "redis://localhost/clicks"), 1, "redis://localhost/clicks"),
+        ((RECIPE, "redis://localhost/0"), 1, "stream"),
         (("synthetic_clicks", "."), 1, "SyntheticClicks"),
         ((RECIPE, ".", "--delta-seconds", "0"), 2, "delta_seconds is 0"),
         ((RECIPE, ".", "--schedule.decay", "linear"), 1, "'linear'"),
@@ -181,6 +182,22 @@ def test_what_cannot_be_followed_is_said(meshrec, tmp_path, words, code, text):
     assert ended == code, errors
     assert text in errors
     assert not [*tmp_path.glob("runs/*")]
+
+
+def test_redis_streams_are_followed_and_continued(meshrec, redis_server, tmp_path):  # noqa: F811
+    rows = events(0, 600).to_pylist()
+    redis_server.add("a", rows[:250])
+    redis_server.add("b", rows[250:450])
+    address = redis_server.address("a", "b")
+    idle = ("--time", "ts", "--stop-when-idle", "1", "--name", "mine", "--quiet")
+    code, _, errors = meshrec("follow", RECIPE, address, *idle)
+    assert code == 0, errors
+    assert checksums(tmp_path / "runs" / "mine")[0] == 22
+    redis_server.add("b", rows[450:])
+    code, _, errors = meshrec("follow", "--resume", "--name", "mine", "--quiet")
+    assert code == 0, errors
+    assert checksums(tmp_path / "runs" / "mine")[0] == 30
+    assert (tmp_path / "runs" / "mine" / "steps.jsonl").is_file()
 
 
 def test_the_help_lists_the_options_of_command_and_recipe(meshrec):

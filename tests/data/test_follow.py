@@ -17,6 +17,7 @@ from meshrec.checkpoint import CheckpointManager
 from meshrec.comms.mesh import Axis, default_env
 from meshrec.data import DataError, FilePosition, Follow
 from meshrec.data.features import Features, Integer, Label, Number, TimedFeatures
+from meshrec.data.locations import without_secrets
 
 NUM = 10_000
 FEATURES = Features(
@@ -296,6 +297,8 @@ def test_options_are_checked(tmp_path):
         Follow(file, FEATURES)
     with pytest.raises(ValueError, match="got 0"):
         next(follow(tmp_path).bursts(0))
+    with pytest.raises(ValueError, match="'partition'"):
+        next(follow(tmp_path).bursts(1, position={"partition": 0}))
 
 
 class Counts(torch.nn.Module):
@@ -353,3 +356,18 @@ def test_no_row_is_lost_or_read_twice_after_a_kill(ranks, tmp_path, kill_at):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
         assert torch.equal(on_two_ranks[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("events", "events"),
+        ("s3://bucket/events?region=eu", "s3://bucket/events?region=eu"),
+        ("s3://id:word@bucket/events", "s3://***@bucket/events"),
+        ("redis://:word@host:6379/0?stream=a,b", "redis://***@host:6379/0?stream=a,b"),
+        ("kafka://host/a?sasl.password=word&x=1", "kafka://host/a?sasl.password=***&x=1"),
+        ("unix:///tmp/socket?db=0&stream=a", "unix:///tmp/socket?db=0&stream=a"),
+    ],
+)
+def test_addresses_are_shown_without_secrets(address, shown):
+    assert without_secrets(address) == shown

@@ -34,7 +34,7 @@ def make(events, out=None, *, options=ONCE, observer=None, stop=None, changed=la
     stream = Follow(events, features, poll_seconds=1e-3)
     return StreamTrainer(
         changed(recipe()),
-        stream_dataset(stream, features, "events"),
+        stream_dataset(stream, features),
         stream,
         join("cpu"),
         options=options,

@@ -22,7 +22,7 @@ from meshrec.cli.train import (
     with_data_folder,
 )
 from meshrec.comms.launchers import launched
-from meshrec.data.locations import is_address
+from meshrec.data.locations import HIDDEN, is_address
 from meshrec.runs.saved_recipe import restore_options
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.stream_options import StreamOptions
@@ -32,8 +32,9 @@ from meshrec.train.stream_options import StreamOptions
 class FollowOptions(RunOptions, StreamOptions):
     """Train a recipe on a stream: on records that arrive while the model trains.
 
-    SOURCE is a folder, or its address in a store, to which Parquet or Arrow files are added. The recipe's
-    data only fits the features, unless --from names a run, whose features and weights then continue.
+    SOURCE is a folder, or its address in a store, to which Parquet or Arrow files are added; or Redis streams
+    or Kafka topics: redis://HOST:PORT/DB?stream=NAME,NAME or kafka://HOST:PORT/TOPIC,TOPIC. The recipe's data
+    only fits the features, unless --from names a run, whose features and weights then continue.
 
     `meshrec follow --resume --name RUN` continues a run at the exact record, with its options. Ctrl-C stops
     it with a checkpoint.
@@ -123,10 +124,16 @@ def _find_source(source: str | None, resumed: RunFolder | None) -> str:
     """Return the source on the command line, or of the run to resume; a folder as an absolute path.
 
     Raises:
-        ValueError: there is no source, or no such folder.
+        ValueError: there is no source, or no such folder, or the run has no source with its secrets.
     """
     if source is None and resumed is not None:
-        return str(read_config(resumed)["stream"])
+        saved = str(read_config(resumed)["stream"])
+        if HIDDEN in saved:
+            raise ValueError(
+                f"{resumed.path} follows {saved}, and runs do not store the secrets in an address. "
+                "Give it again: `meshrec follow RECIPE SOURCE --resume`."
+            )
+        return saved
     if source is None:
         raise UsageError("follow: SOURCE is missing. It comes after the recipe: the folder to follow.")
     if is_address(source):

@@ -162,7 +162,7 @@ class Follow(Stream):
 
         Raises:
             DataError: a row or file that this rank reads is damaged, or a file has changed or vanished.
-            ValueError: ``batch_size`` is below 1.
+            ValueError: ``batch_size`` is below 1, or ``position`` is that of another stream.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}. Take 1024, for example.")
@@ -170,6 +170,8 @@ class Follow(Stream):
         if self._set_aside is not None:
             self._set_aside.mkdir(parents=True, exist_ok=True)
             aside = self._set_aside / f"rank{axis.rank}.jsonl"
+        if position is not None and position.keys() != set(FilePosition._fields):
+            raise ValueError(f"{position} is not a position in a folder. Take that of the same stream.")
         start = FilePosition() if position is None else FilePosition(**position)
         planner = FilePlanner(self._folder, start, self._broken_seconds, aside)
         files: deque[FilePosition] = deque()

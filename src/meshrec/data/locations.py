@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from meshrec.data.arrow import pa, pa_fs
 from meshrec.data.dataset import Paths
@@ -26,6 +26,11 @@ File = Path | str
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Compression codec of pyarrow by the last suffix of a file name."""
+
+_SECRET = re.compile("password|secret|token|key", re.IGNORECASE)
+"""Pattern for names of address options whose values are secrets."""
+HIDDEN = "***"
+"""Text that replaces secrets in addresses."""
 
 _BUCKET_SCHEMES = ("s3://", "gs://", "gcs://")
 """Stores whose paths start with a bucket."""
@@ -111,6 +116,20 @@ def expand_tables(paths: Paths) -> tuple[list[File], bool]:
 def is_address(path: str | Path) -> bool:
     """Return whether a path is the address of a file in a store, which is a URI."""
     return isinstance(path, str) and "://" in path
+
+
+def without_secrets(source: str) -> str:
+    """Return an address with user, password and secret options replaced by `HIDDEN`; a path unchanged."""
+    if not is_address(source):
+        return source
+    parts = urlsplit(source)
+    user, at, host = parts.netloc.rpartition("@")
+    options = [
+        f"{name}={HIDDEN if _SECRET.search(name) else value}"
+        for name, _, value in (option.partition("=") for option in parts.query.split("&") if option)
+    ]
+    query = f"?{'&'.join(options)}" if options else ""
+    return f"{parts.scheme}://{HIDDEN if user else ''}{at}{host}{parts.path}{query}"
 
 
 def is_csv(path: str | Path) -> bool:

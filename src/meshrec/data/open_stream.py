@@ -10,45 +10,50 @@ from meshrec.data.dataset import Dataset, Reader, RowsOfFile
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import OnError
 from meshrec.data.follow import Follow
+from meshrec.data.locations import is_address
 from meshrec.data.streams import Stream
 from meshrec.data.tables import training_dataset
 
-_BROKERS = ("redis", "rediss", "kafka")
-"""Schemes of addresses that are not those of files."""
+BROKER_SCHEMES = ("redis://", "rediss://", "unix://", "kafka://")
+"""Starts of the addresses of Redis streams and Kafka topics."""
 
 
 def open_stream(
-    source: str | Path, features: Encoding, *, on_error: OnError = "raise", set_aside: Path | None = None
+    source: str | Path,
+    features: Encoding,
+    *,
+    on_error: OnError = "raise",
+    set_aside: Path | None = None,
+    step_log: Path | None = None,
 ) -> Stream:
     """Open a stream by its address.
 
     Args:
-        source: folder, or its address in a store, for `Follow`.
+        source: folder, or its address in a store, for `Follow`; address of Redis streams or Kafka topics, for
+            `meshrec.data.broker_stream.BrokerStream`.
         features: fitted features that encode the records.
         on_error: "raise" for damaged records, or "skip" to count and omit them.
         set_aside: folder that receives omitted records; None: they are only counted.
+        step_log: as for `BrokerStream`. A folder needs none.
 
     Raises:
-        ValueError: there is no stream at such an address.
+        ValueError: the address is wrong.
     """
-    scheme, separator, _ = str(source).partition("://")
-    if separator and scheme in _BROKERS:
-        raise ValueError(
-            f"{source} names a broker, and this release follows only folders. Write the records to files in "
-            "a folder, local or in a store."
-        )
+    if is_address(source) and str(source).startswith(BROKER_SCHEMES):
+        from meshrec.data.broker_stream import BrokerStream
+
+        return BrokerStream(str(source), features, on_error=on_error, set_aside=set_aside, step_log=step_log)
     return Follow(source, features, on_error=on_error, set_aside=set_aside)
 
 
-def stream_dataset(stream: Stream, features: Encoding, name: str) -> Dataset:
+def stream_dataset(stream: Stream, features: Encoding) -> Dataset:
     """Create a dataset that describes the samples of a stream, and has no samples.
 
     Args:
         stream: the stream.
         features: fitted features that encode the records.
-        name: display name.
     """
-    return replace(training_dataset(features, _NoSamples(), name), skipped=stream.faults.by_file)
+    return replace(training_dataset(features, _NoSamples(), "stream"), skipped=stream.faults.by_file)
 
 
 class _NoSamples(Reader):

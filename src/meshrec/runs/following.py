@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshrec.comms.agreement import together
 from meshrec.data.encoding import Encoding
 from meshrec.data.features import TimedFeatures
+from meshrec.data.locations import without_secrets
 from meshrec.data.open_stream import open_stream, stream_dataset
 from meshrec.runs.fitting import features_in, features_of
 from meshrec.runs.job import Job
@@ -72,14 +73,21 @@ class StreamRun(RankRun):
             timed: Encoding = features
             if options.time is not None:
                 timed = TimedFeatures(features, options.time, options.time_unit)
-            stream = open_stream(job.stream, timed, on_error=source.on_error, set_aside=options.set_aside)
-        dataset = stream_dataset(stream, features, job.stream)
+            stream = open_stream(
+                job.stream,
+                timed,
+                on_error=source.on_error,
+                set_aside=options.set_aside,
+                step_log=self._folder.steps,
+            )
+        dataset = stream_dataset(stream, features)
         compare_ranks(self._ranks, describe_dataset(dataset), "have opened different streams")
         return StreamTrainer(
             job.recipe,
             dataset,
             stream,
             self._ranks,
+            name=without_secrets(job.stream),
             options=options,
             folder=self._folder,
             observer=self._notify,

@@ -40,6 +40,7 @@ from meshrec.checkpoint.random_state import seed_python_and_numpy
 from meshrec.comms.agreement import together
 from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
+from meshrec.data.locations import without_secrets
 from meshrec.durable import name_full_disk
 from meshrec.metrics.named import leading_text
 from meshrec.planner import save_plan
@@ -418,7 +419,7 @@ class RankRun:
             "baselines": self._job.baselines,
             "final": self._job.final,
             "warm_start": self._warm_start or before.get("warm_start"),
-            "stream": self._job.stream,
+            "stream": None if self._job.stream is None else without_secrets(self._job.stream),
             "stream_options": to_json(self._job.stream_options),
             "began": before.get("began", self._began),
             "torch": torch.__version__,

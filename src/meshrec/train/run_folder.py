@@ -57,9 +57,9 @@ _RECIPE_FIELDS = {"name", "data", "model"}
 FILES = re.compile(
     # Names that end in 16 hex digits are temporary files of `write_durably`, which a crash may leave. A file
     # named ".seen-" tests whether several hosts share the folder; see runs/host_folder.py.
-    rf"{_JSON}|(?:metrics|phases|phases_whole)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
+    rf"{_JSON}|(?:metrics|phases|phases_whole|steps)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
     r"|trace_rank\d+\.json\.gz|(?:error|log)_rank\d+\.txt|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
-    rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole)\.jsonl)\.[0-9a-f]{{16}}"
+    rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole|steps)\.jsonl)\.[0-9a-f]{{16}}"
 )
 """Regular expression for the names of all files that a run writes into its folder. All other files belong to
 the user, and are never deleted.
@@ -130,6 +130,11 @@ class RunFolder:
         `meshrec.train.steps.PhaseTimes`. Other runs do not have this file.
         """
         return self.path / "phases_whole.jsonl"
+
+    @property
+    def steps(self) -> Path:
+        """Path to the records of the steps since the last checkpoint, for streams with several partitions."""
+        return self.path / "steps.jsonl"
 
     def discard(self, path: Path) -> None:
         """Delete a file in the run folder if it exists, such as the error of an earlier start."""

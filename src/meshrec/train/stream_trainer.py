@@ -59,6 +59,7 @@ class StreamTrainer:
         dataset: describes the samples; its readers are used only for planning.
         stream: the stream.
         ranks: the ranks, from `join`.
+        name: display name of the stream.
         options: intervals, and what is kept.
         folder: run folder; None: nothing is stored.
         observer: called with the events of the run. May be given on some ranks only.
@@ -85,6 +86,7 @@ class StreamTrainer:
         stream: Stream,
         ranks: Ranks,
         *,
+        name: str = "stream",
         options: StreamOptions = StreamOptions(),  # noqa: B008 - immutable
         folder: RunFolder | None = None,
         observer: Observer | None = None,
@@ -96,7 +98,7 @@ class StreamTrainer:
         recipe.check(ranks.size)
         check_recipe(recipe, options)
         self.recipe, self.dataset, self.ranks, self.stopped = recipe, dataset, ranks, False
-        self._stream, self._options, self._observer = stream, options, observer
+        self._stream, self._name, self._options, self._observer = stream, name, options, observer
         self._stop = stop or StopRequest()
         self.num_steps = recipe.training.max_steps
         self.built: BuiltModel = build(recipe, dataset, ranks)
@@ -330,7 +332,7 @@ class StreamTrainer:
         return Started(
             recipe=self.recipe,
             folder=self.saver.folder,
-            dataset=self.dataset.name,
+            dataset=self._name,
             num_samples=None,
             num_validation=0,
             num_test=0,
