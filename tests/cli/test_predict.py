@@ -49,6 +49,12 @@ def test_scores_are_those_of_one_process_on_any_number_of_ranks(run, tmp_path, c
     assert "1,300 rows" in capsys.readouterr().out
 
 
+def test_no_optimizer_of_the_dense_part_is_built(run, tmp_path, monkeypatch):
+    """The constructor of torch's optimizers imports Dynamo."""
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
+    assert len(scores_of(run, tmp_path / "s.parquet")) == 1300
+
+
 def test_other_columns_can_be_kept_and_csv_be_written(run, tmp_path):
     out = tmp_path / "s.csv"
     data = str(run.parent / "test.parquet")

@@ -16,6 +16,7 @@ import gc
 import sys
 from types import FunctionType
 
+import torch
 import torch.distributed as dist
 
 
@@ -38,12 +39,13 @@ def _drop_group_references() -> None:
         if isinstance(function, FunctionType):
             function.__defaults__ = None
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _redistribute
 
-        # Private API: torch has no public way to clear these caches, which FSDP2 parameters fill. Since 2.14,
-        # caches other than the first keep meshes, too.
-        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+        # Private API: torch has no public way to clear these caches, which FSDP2 parameters fill. Not through
+        # `torch.distributed.tensor.debug`, which imports Dynamo, a second at the end of each process.
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+        # The Python cache of sharding propagation, and, since 2.14, other caches that keep meshes.
         for cache in [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]:
             if str(cache.__module__).startswith("torch.distributed."):
                 cache.cache_clear()

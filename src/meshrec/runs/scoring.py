@@ -14,7 +14,7 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim import SGD
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.saved_recipe import describe_data, load_recipe
-from meshrec.train.building import build
+from meshrec.train.building import build_model
 from meshrec.train.evaluation import Scored, score
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, FittedSource, Recipe
@@ -107,7 +107,7 @@ def load_model(
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     # Hashed tables exist only in sharded models, even on a single rank.
     sharded = ranks.size > 1 or any(feature.keys is not None for feature in dataset.features)
-    model = build(_with_placement(scored, run, ranks, sharded=sharded), dataset, ranks).model
+    model, _ = build_model(_with_placement(scored, run, ranks, sharded=sharded), dataset, ranks)
     load(checkpoint, {"model": model})
     return model, read_manifest(checkpoint).step
 

@@ -1,6 +1,6 @@
 """Build a recipe's model and optimizers: sharded by a plan, or unsharded in one process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,6 +66,31 @@ class BuiltModel(NamedTuple):
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
     """Build a recipe's model and optimizers. Collective.
 
+    Initial weights, random seeds and errors are those of `build_model`.
+
+    Args:
+        recipe: the recipe.
+        dataset: the dataset, which determines input and table sizes.
+        ranks: the ranks, from `join`.
+    """
+    model, plan = build_model(recipe, dataset, ranks)
+    tables: KeyedOptimizer = model.fused_optimizer
+    # All parameters but the tables, which the fused optimizer updates.
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    on_cpu = all(parameter.is_cpu for parameter in parameters.values())
+    dense = KeyedOptimizerWrapper(parameters, _dense_optimizer_factory(recipe.dense, fused=on_cpu))
+    # Table rows are updated in backward or by this optimizer's step; see `_update_mode`.
+    optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
+    limit = recipe.training.clip_norm
+    # Around both optimizers, so that the norm covers tables and dense part together.
+    if limit is not None:
+        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=limit)
+    return BuiltModel(model, tables, dense, optimizer, plan)
+
+
+def build_model(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> tuple[Any, PlannedShardingPlan | None]:
+    """Build a recipe's model without the dense part's optimizer, such as for scoring. Collective.
+
     Initial weights depend only on the seed, not on the plan or the number of ranks. While the model is built,
     the generators of Python and NumPy have the same seed on every rank. Afterwards their seeds differ between
     ranks, and depend on ``training.seed`` and the rank.
@@ -74,6 +99,10 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
         recipe: the recipe.
         dataset: the dataset, which determines input and table sizes.
         ranks: the ranks, from `join`.
+
+    Returns:
+        The model, whose ``fused_optimizer`` updates the tables, and the sharding plan; None if the model is
+        unsharded.
 
     Raises:
         ValueError: no sharding plan fits into memory; raised on every rank.
@@ -87,13 +116,18 @@ def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
         if isinstance(module, StepSamples):
             # In-batch losses use the samples of all ranks in a step as negatives.
             module.join(ranks.env.world)
-    make = _build_sharded if recipe.placement.sharded else _build_unsharded
-    built = make(recipe, model, dataset, ranks)
+    plan = None
+    if recipe.placement.sharded:
+        model, plan = _shard(recipe, model, dataset, ranks)
+    else:
+        _fuse_tables(recipe, model, ranks)
     seed_python_and_numpy(seed, f"rank {ranks.rank}")
-    return built
+    return model, plan
 
 
-def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> BuiltModel:
+def _shard(
+    recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks
+) -> tuple[nn.Module, PlannedShardingPlan]:
     """Plan how to shard the tables over the ranks, and shard them. Collective.
 
     Args:
@@ -121,12 +155,10 @@ def _build_sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: 
         sharders=sharders,
         dense_gradients=recipe.training.dense_gradients,
     )
-    # All parameters but the tables, which the fused optimizer updates.
-    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return _with_optimizers(recipe, sharded, sharded.fused_optimizer, dense, plan)
+    return sharded, plan
 
 
-def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> BuiltModel:
+def _fuse_tables(recipe: Recipe, model: nn.Module, ranks: Ranks) -> None:
     """Allocate full tables in this process, and fuse the table optimizer into the backward pass."""
     from meshrec.modules.fusing import fuse
 
@@ -136,10 +168,6 @@ def _build_unsharded(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Rank
     # After `_allocate`, because tensors on ``meta`` cannot be copied to a device.
     model.to(ranks.device)
     fuse(model, optimizer=recipe.tables, update=_update_mode(recipe))
-    tables = model.fused_optimizer
-    assert isinstance(tables, CombinedOptimizer)
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return _with_optimizers(recipe, model, tables, dense, None)
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
@@ -158,33 +186,6 @@ def _update_mode(recipe: Recipe) -> UpdateMode:
     """
     training = recipe.training
     return "on_step" if training.accumulate > 1 or training.clip_norm is not None else "in_backward"
-
-
-def _with_optimizers(
-    recipe: Recipe,
-    model: nn.Module,
-    tables: KeyedOptimizer,
-    dense_parameters: Mapping[str, Tensor],
-    plan: PlannedShardingPlan | None,
-) -> BuiltModel:
-    """Create the optimizer of the dense part, combine it with the table optimizer, and return the result.
-
-    Args:
-        recipe: the recipe.
-        model: the model.
-        tables: optimizer of the tables.
-        dense_parameters: all parameters other than tables, by name.
-        plan: sharding plan; None for an unsharded model.
-    """
-    on_cpu = all(parameter.is_cpu for parameter in dense_parameters.values())
-    dense = KeyedOptimizerWrapper(dense_parameters, _dense_optimizer_factory(recipe.dense, fused=on_cpu))
-    # Table rows are updated in backward or by this optimizer's step; see `_update_mode`.
-    optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
-    limit = recipe.training.clip_norm
-    # Around both optimizers, so that the norm covers tables and dense part together.
-    if limit is not None:
-        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=limit)
-    return BuiltModel(model, tables, dense, optimizer, plan)
 
 
 def _dense_optimizer_factory(

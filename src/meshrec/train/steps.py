@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn, profiler
-from torch.distributed.tensor import DTensor
 
 from meshrec.data import Batch
 from meshrec.distributed import record_phases
@@ -314,4 +313,5 @@ def num_threads(recipe: Recipe, ranks: Ranks) -> int:
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Return the parameters' gradient norm in the last step, after clipping."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # A DTensor. Not isinstance, because importing the class is slow.
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
