@@ -1,5 +1,6 @@
 """Streams of records: every row once and in order, on any number of ranks, whatever interrupts it."""
 
+import contextlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from meshrec.data import DataError, broker_stream
 from meshrec.data.broker_stream import BrokerStream
 from meshrec.data.brokers import Broker, Records
 from meshrec.data.features import Features, Integer, Label, Number, TimedFeatures
+from meshrec.testing.rank_pool import RankError
 from tests.data.broker_servers import kafka_cluster, redis_server  # noqa: F401
 from tests.data.test_messages import arrow_message
 
@@ -244,7 +246,9 @@ class Train:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step % 4 == 0:
                 if axis.rank == 0:
-                    self.checkpoint.write_text(json.dumps([step, after]))
+                    new = self.folder / "checkpoint.new"
+                    new.write_text(json.dumps([step, after]))
+                    new.replace(self.checkpoint)
                 source.on_checkpoint(after)
 
     def run_killed(self, kill_at):
@@ -263,44 +267,68 @@ class Train:
             found.setdefault(int(path.name.split("-")[1]), []).append(torch.load(path))
         return found
 
+    def check(self, num_ranks=1):
+        """Check that repeated steps are equal, and that every row is in one step."""
+        by_rank = [self.batches(rank) for rank in range(num_ranks)]
+        for found in by_rank:
+            assert sorted(found) == [*range(1, self.num // (self.batch_size * num_ranks) + 1)]
+            for first, *others in found.values():
+                for other in others:
+                    assert all(map(torch.equal, first, other))
+        assert max(len(contents) for found in by_rank for contents in found.values()) > 1
+        rows_of_all = [row for found in by_rank for first, *_ in found.values() for row in first[0].tolist()]
+        assert sorted(rows_of_all) == [*range(self.num)]
 
-@pytest.mark.parametrize("kill_at", [1, 6, 11])
-def test_killed_steps_are_repeated_with_the_same_records(redis_server, tmp_path, kill_at):  # noqa: F811
-    num = 240
-    done = threading.Event()
+
+@contextlib.contextmanager
+def written(server, num, seed, *, is_restarted=False):
+    """Write rows to three streams in random pieces, while the context lasts; maybe restart the server."""
+    stopped = threading.Event()
 
     def write():
-        rng = random.Random(kill_at)
+        rng = random.Random(seed)
         pending = rows(0, num)
-        while pending and not done.is_set():
+        while pending and not stopped.is_set():
             count = rng.randint(1, 6)
-            redis_server.add(rng.choice("abc"), pending[:count])
+            server.add(rng.choice("abc"), pending[:count])
             del pending[:count]
             time.sleep(0.001)
+            if is_restarted and rng.random() < 0.1:
+                server.kill()
+                server.start()
 
-    train = Train(redis_server.address("a", "b", "c"), tmp_path, 12, num)
     writer = threading.Thread(target=write)
     writer.start()
     try:
+        yield
+    finally:
+        stopped.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("kill_at", [1, 6, 11])
+def test_killed_steps_are_repeated_with_the_same_records(redis_server, tmp_path, kill_at):  # noqa: F811
+    train = Train(redis_server.address("a", "b", "c"), tmp_path, 12, 240)
+    with written(redis_server, 240, kill_at, is_restarted=True):
         train.run_killed(kill_at)
         train.run_killed(kill_at + 3)
         train.run()
-    finally:
-        done.set()
-        writer.join()
-    found = train.batches()
-    assert sorted(found) == [*range(1, num // 12 + 1)]
-    assert max(map(len, found.values())) > 1
-    for first, *others in found.values():
-        for other in others:
-            assert all(map(torch.equal, first, other))
-    assert sorted(row for first, *_ in found.values() for row in first[0].tolist()) == [*range(num)]
+    train.check()
     # Steps before the last checkpoint are not kept.
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) < 8
 
 
-def train_on_ranks(train):
-    train.run(axis=default_env().world)
+def train_on_ranks(train, kill_at=None):
+    train.run(kill_at, default_env().world)
+
+
+def test_killed_steps_are_repeated_on_ranks(redis_server, ranks, tmp_path):  # noqa: F811
+    train = Train(redis_server.address("a", "b", "c"), tmp_path, 6, 240)
+    with written(redis_server, 240, 0):
+        with pytest.raises(RankError):
+            ranks(2).run(train_on_ranks, train, 7)
+        ranks(2).run(train_on_ranks, train)
+    train.check(2)
 
 
 def test_another_number_of_ranks_loses_and_repeats_nothing(redis_server, ranks, tmp_path, caplog):  # noqa: F811
