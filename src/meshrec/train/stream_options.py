@@ -32,8 +32,23 @@ class StreamOptions:
     keep_metric_days: float | None = 7.0
     """Days for which metrics lines are kept; none: all."""
 
+    calibration_limit: float | None = None
+    """Alarm if the sum of the last hour's predictions differs from that of the labels by more than this
+    factor; none: no alarm.
+    """
+    alarm_webhook: str | None = None
+    """HTTP address that receives alarms as JSON; none: they are only logged."""
+
     def __post_init__(self) -> None:
         for field in fields(StreamOptions):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"{field.name} is {value}; it must be above 0. Take {field.default or 60}.")
+        if self.calibration_limit is not None and not self.calibration_limit > 1:
+            raise ValueError(
+                f"calibration_limit is {self.calibration_limit}; it is a factor above 1. Take 1.5."
+            )
+        if self.alarm_webhook is not None and not self.alarm_webhook.startswith(("http://", "https://")):
+            raise ValueError(
+                f"alarm_webhook is {self.alarm_webhook}; it must start with http:// or https://."
+            )

@@ -22,6 +22,7 @@ from meshrec.metrics import SlidingMetrics
 from meshrec.ops.memory import frozen_objects
 from meshrec.ops.threads import at_most_threads
 from meshrec.tables import set_event_time
+from meshrec.train.alarms import CalibrationAlarm
 from meshrec.train.building import BuiltModel, build
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.observers import Event, Logged, Observer, Reported, Started, Stepped
@@ -126,6 +127,8 @@ class StreamTrainer:
             profile=profile,
             bf16=self.precision.bf16,
         )
+        run = "" if folder is None else folder.path.name
+        self._alarm = CalibrationAlarm(options, run, self._notify) if ranks.is_first else None
         # On rank 0 only: when work is due, and when the last step ended, of time.monotonic.
         self._clock: _Clock | None = _Clock(options) if ranks.is_first else None
         self._last_step = time.monotonic()
@@ -281,7 +284,10 @@ class StreamTrainer:
     def _log(self) -> None:
         """Report a metrics line, if there were steps since the last line. Collective."""
         if not self._lines.is_empty:
-            self._notify(Logged(self._lines.take_line()))
+            line = self._lines.take_line()
+            self._notify(Logged(line))
+            if self._alarm is not None:
+                self._alarm.check(line)
             self._lines.start_clock()
 
     def _report_delta(self) -> None:

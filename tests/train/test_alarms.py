@@ -1,0 +1,67 @@
+"""Alarms when predictions drift from labels: once at the start and once at the end, also by a webhook."""
+
+import json
+import queue
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from meshrec.train.alarms import CalibrationAlarm
+from meshrec.train.observers import Logged
+from meshrec.train.stream_options import StreamOptions
+
+
+@pytest.fixture
+def webhook():
+    """Address of a server, and a queue of what it has received."""
+    received = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/alarms", received
+        server.shutdown()
+        thread.join()
+
+
+def line(step, value, samples=5000.0):
+    return {"kind": "train", "step": step, "calibration@hour": value, "samples@hour": samples}
+
+
+def test_an_alarm_begins_and_ends_once(webhook):
+    address, received = webhook
+    events = []
+    options = StreamOptions(calibration_limit=1.5, alarm_webhook=address)
+    alarm = CalibrationAlarm(options, "live", events.append)
+    for step, value in enumerate([1.0, 1.4, 1.6, 2.0, 1.2, 0.6]):
+        alarm.check(line(step, value))
+    lines = [event.line for event in events if isinstance(event, Logged)]
+    assert [(each["step"], each["on"]) for each in lines] == [(2, True), (4, False), (5, True)]
+    assert alarm.is_on
+    sent = sorted((received.get(timeout=60) for _ in range(3)), key=lambda each: each["step"])
+    assert [each["calibration@hour"] for each in sent] == [1.6, 1.2, 0.6]
+    assert {each["run"] for each in sent} == {"live"}
+
+
+def test_few_samples_and_lines_without_calibration_change_nothing():
+    alarm = CalibrationAlarm(StreamOptions(calibration_limit=1.5), "live", lambda event: None)
+    alarm.check(line(1, 9.0, samples=999.0))
+    alarm.check({"kind": "train", "step": 2})
+    assert not alarm.is_on
+
+
+def test_options_of_alarms_are_checked():
+    with pytest.raises(ValueError, match="calibration_limit is 1"):
+        StreamOptions(calibration_limit=1)
+    with pytest.raises(ValueError, match="ftp://host"):
+        StreamOptions(alarm_webhook="ftp://host")
