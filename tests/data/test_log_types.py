@@ -1,4 +1,4 @@
-"""A log has the same histories whatever the types and the layout of its columns, against plain Python values."""
+"""A log has the same histories whatever the types and layout of its columns: those of plain Python values."""
 
 import datetime
 import uuid
