@@ -25,8 +25,8 @@ class Killed(Exception):
 class Package:
     """Weights of a checkpoint, and the deltas that they follow."""
 
-    def __init__(self, recipe, checkpoint, folder):
-        model = recipe.model.build(recipe.data.load())
+    def __init__(self, recipe, checkpoint, folder, dataset=None):
+        model = recipe.model.build(dataset or recipe.data.load())
         for child in model.modules():
             if isinstance(child, TableCollection):
                 child.to_empty(device=torch.device("cpu"))
@@ -99,9 +99,9 @@ def test_a_server_has_the_weights_of_training_whatever_happens_to_it(small, tmp_
     life = Life(draw(small, rng), RunFolder(tmp_path), rng)
     write = DeltaPublisher.publish
 
-    def publish(self, step):
+    def publish(self, step, **options):
         before = self.last
-        write(self, step)
+        write(self, step, **options)
         if self.last != before:
             life.published(self._model)
 

@@ -14,7 +14,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.checkpoint.delta_files import delta_numbers, verify_deltas
 from meshrec.data import Follow
-from meshrec.data.features import TimedFeatures
+from meshrec.data.features import Hashed, TimedFeatures
 from meshrec.data.open_stream import stream_dataset
 from meshrec.train import Placement, Schedule
 from meshrec.train.observers import Logged, Stepped
@@ -24,13 +24,24 @@ from meshrec.train.stopping import StopRequest
 from meshrec.train.stream_options import StreamOptions
 from meshrec.train.stream_trainer import StreamLines, StreamTrainer
 from tests.train.events import FEATURES, recipe, write_events
+from tests.train.events import events as table_of
+from tests.train.test_fresh_runs import Package
 
 OFTEN = StreamOptions(stop_when_idle=1e-3, delta_seconds=1e-6, checkpoint_minutes=1e-3, log_seconds=1e-6)
 ONCE = StreamOptions(stop_when_idle=1e-3, delta_seconds=None)
 
 
-def make(events, out=None, *, options=ONCE, observer=None, stop=None, changed=lambda recipe: recipe):
-    features = TimedFeatures(FEATURES, "ts")
+def make(
+    events,
+    out=None,
+    *,
+    options=ONCE,
+    observer=None,
+    stop=None,
+    changed=lambda recipe: recipe,
+    features=FEATURES,
+):
+    features = TimedFeatures(features, "ts")
     stream = Follow(events, features, poll_seconds=1e-3)
     return StreamTrainer(
         changed(recipe()),
@@ -205,6 +216,26 @@ def test_deltas_come_by_the_clock_and_say_how_fresh_they_are(ranks, events, tmp_
     records = verify_deltas(tmp_path / DELTAS)
     assert records[-1].step == 53
     assert deltas[-1]["delta"] == records[-1].number
+
+
+def test_a_server_that_applies_the_deltas_has_the_trained_weights(events, tmp_path):
+    user = Hashed(name="user", num_embeddings=50)
+    features = replace(FEATURES, features=(*FEATURES.features[:1], user)).fit([table_of(0, 100)])
+
+    def fixed(recipe):
+        return replace(recipe, data=replace(recipe.data, features=features))
+
+    out = tmp_path / "run"
+    (events / "00000750.parquet").rename(tmp_path / "later.parquet")
+    first = run(events, out, options=OFTEN, changed=fixed, features=features)
+    checkpoint = CheckpointManager(out / "checkpoints").latest()
+    package = Package(first.recipe, checkpoint, RunFolder(out), first.dataset)
+    (tmp_path / "later.parquet").rename(events / "00000750.parquet")
+    # The first step after the restart repeats none, as the checkpoint has all deltas.
+    second = run(events, out, options=replace(OFTEN, checkpoint_minutes=60), changed=fixed, features=features)
+    assert second.progress.step == 50
+    assert package.is_the_model(second.built.model)
+    assert package.deltas.freshness.event_time == 1_700_000_999
 
 
 def test_old_deltas_and_lines_are_removed_but_no_file_of_others(events, tmp_path):
