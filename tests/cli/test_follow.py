@@ -154,9 +154,34 @@ def test_a_trained_run_continues_on_a_stream(meshrec, follow, runs, tmp_path):
     assert "starting from" in output
     assert (runs / "now" / "features.json").read_bytes() == (runs / "past" / "features.json").read_bytes()
     assert checksums(runs / "now")[0] == 60
-    code, _, errors = follow("other", "--from", "past")
+    write_events(tmp_path / "in", 1200, 40)
+    resumed = ("follow", "--resume", "--name", "now", "--stop-when-idle", "0.2", "--quiet")
+    assert meshrec(*resumed)[0] == 0
+    assert checksums(runs / "now")[0] == 62
+    without = (
+        "follow",
+        "tests/train/events.py:without_city",
+        tmp_path / "in",
+        "--from",
+        "past",
+        "--name",
+        "other",
+    )
+    code, _, errors = meshrec(*without)
     assert code == 1
     assert "['city']" in errors
+    shrinking = (
+        "follow",
+        FITTED,
+        tmp_path / "in",
+        "--data.train",
+        tmp_path / "past.parquet",
+        "--name",
+        "new",
+    )
+    code, _, errors = meshrec(*shrinking)
+    assert code == 1
+    assert "model.shrinkage is 3.0" in errors
     code, _, errors = meshrec("follow", "--resume", "--name", "past")
     assert code == 1
     assert "--from past" in errors

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from meshrec.data.features import Features, Key, Label, Number, Vocabulary
 from meshrec.optim import RowWiseAdagrad
-from meshrec.train import DenseOptimizer, DLRMConfig, Parquet, Recipe, Schedule, Training
+from meshrec.train import DenseOptimizer, DLRMConfig, Parquet, Recipe, Schedule, Training, WideDeepConfig
 
 # They need no data to be fitted.
 FEATURES = Features(
@@ -61,5 +61,12 @@ def recipe(*, features: Features = FEATURES, train: tuple[str, ...] = ("missing"
 
 
 def fitted() -> Recipe:
-    """The same with a vocabulary, which data must fit."""
-    return recipe(features=replace(FEATURES, features=(*FEATURES.features, Vocabulary(name="city"))))
+    """With a vocabulary, which data must fit, and with the model of proposed recipes."""
+    features = replace(FEATURES, features=(*FEATURES.features, Vocabulary(name="city")))
+    model = WideDeepConfig(embedding_dim=8, layers=(16,), fit_wide=True, fit_trees=2, shrinkage=3.0)
+    return replace(recipe(features=features), model=model)
+
+
+def without_city() -> Recipe:
+    """The model of `fitted`, without its vocabulary."""
+    return replace(fitted(), data=recipe().data)

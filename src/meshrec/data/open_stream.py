@@ -46,22 +46,32 @@ def open_stream(
     return Follow(source, features, on_error=on_error, set_aside=set_aside)
 
 
-def stream_dataset(stream: Stream, features: Encoding) -> Dataset:
+def stream_dataset(stream: Stream, features: Encoding, *, epoch_samples: int = 0) -> Dataset:
     """Create a dataset that describes the samples of a stream, and has no samples.
 
     Args:
         stream: the stream.
         features: fitted features that encode the records.
+        epoch_samples: number of samples that count as an epoch, for options per epoch; 0: unknown.
     """
-    return replace(training_dataset(features, _NoSamples(), "stream"), skipped=stream.faults.by_file)
+    return replace(
+        training_dataset(features, _NoSamples(epoch_samples), "stream"), skipped=stream.faults.by_file
+    )
 
 
 class _NoSamples(Reader):
-    """Reader without samples."""
+    """Reader without samples.
+
+    Args:
+        num_samples: number of samples that count as an epoch.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
 
     @property
     def num_samples(self) -> int:
-        return 0
+        return self._num_samples
 
     @property
     def files(self) -> Sequence[RowsOfFile]:

@@ -15,7 +15,7 @@ from meshrec.runs.same_start import compare_ranks, describe_dataset
 from meshrec.runs.worker import RankRun, run_rank
 from meshrec.train.observers import Observer
 from meshrec.train.recipe import RawSource, Recipe, TableSource
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.stopping import StopRequest
 from meshrec.train.stream_trainer import StreamTrainer
 
@@ -80,7 +80,7 @@ class StreamRun(RankRun):
                 set_aside=options.set_aside,
                 step_log=self._folder.steps,
             )
-        dataset = stream_dataset(stream, features)
+        dataset = stream_dataset(stream, features, epoch_samples=self._epoch_samples())
         compare_ranks(self._ranks, describe_dataset(dataset), "have opened different streams")
         return StreamTrainer(
             job.recipe,
@@ -95,6 +95,15 @@ class StreamRun(RankRun):
             profile=job.profile,
             store=self._store,
         )
+
+    def _epoch_samples(self) -> int:
+        """Return the number of training samples of the run from which this one started; 0: none."""
+        # A resumed run has the number in its own configuration.
+        for run in (self._folder, self._job.warm_start):
+            data = {} if run is None else (run.read_json(CONFIG) or {}).get("data", {})
+            if num := data.get("samples", {}).get("train"):
+                return int(num)
+        return 0
 
     def _fit(self) -> "Features":
         """Return the fitted features: those of the earlier run, or fitted on the recipe's data."""

@@ -172,6 +172,12 @@ class WideDeepConfig(ModelConfig):
         # The minimum avoids a division by 0 for a feature that has no IDs in any sample.
         lengths = {feature.name: max(feature.average_length, 1e-6) for feature in dataset.features}
         num_samples = dataset.train.num_samples
+        if not num_samples:
+            raise ValueError(
+                f"model.shrinkage is {self.shrinkage}, a penalty per epoch, and a stream has no epochs. "
+                "Start from a run, whose training samples then count as an epoch (--from RUN), or take "
+                "model.shrinkage 0."
+            )
         return [
             self.shrinkage * config.num_embeddings / (num_samples * sum(map(lengths.__getitem__, names)))
             for config in tables.embedding_bag_configs()
