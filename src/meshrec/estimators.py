@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import tarfile
 import weakref
@@ -62,6 +63,8 @@ _multiclass = needs("sklearn.utils.multiclass", "estimators")
 
 # Names in the temporary folder: training data, run folder, and description for ``load``.
 _DATA, _RUN, _ABOUT = "data.parquet", "run", "estimator.json"
+# An option of a command in an error message, such as --skip-unlabelled.
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*(?:\.[a-z-]+)*)")
 E = TypeVar("E", bound="_Estimator")
 _logger = logging.getLogger("meshrec")
 
@@ -109,11 +112,29 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         """Create a new temporary folder for `fit`, and remove it if the ``with`` block raises an error."""
         folder = self._new_folder()
         try:
-            yield folder
+            with self._python_messages():
+                yield folder
         except BaseException:
             # So the estimator counts as not fitted.
             self._folder = None
             remove_scratch(folder)
+            raise
+
+    @contextmanager
+    def _python_messages(self) -> Iterator[None]:
+        """Reword errors in the ``with`` block: arguments instead of options, and no temporary paths."""
+        try:
+            yield
+        except Exception as error:
+            if error.args and isinstance(error.args[0], str):
+                text = _without_options(error.args[0])
+                files = [] if self._folder is None else [*self._folder.rglob(_DATA)]
+                # The file of the caller's table, which some messages name without its folder.
+                for name in [*map(str, files), *([_DATA] if files else [])]:
+                    text = text.replace(name, "the table")
+                if self._folder is not None:
+                    text = text.replace(str(self._folder / _RUN), "the model")
+                error.args = (text, *error.args[1:])
             raise
 
     def _paths(self, data: Any, folder: Path) -> tuple[str, ...]:
@@ -162,8 +183,9 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
                 "those of rows that the first fit did not learn from.",
                 type(self).__name__,
             )
-        ranks = join(choose_device(self.device))
-        evaluated = evaluate_scorer(self._scorer(data, labelled=True), ranks)
+        with self._python_messages():
+            ranks = join(choose_device(self.device))
+            evaluated = evaluate_scorer(self._scorer(data, labelled=True), ranks)
         assert evaluated is not None
         return evaluated.metrics
 
@@ -310,7 +332,7 @@ class _TableEstimator:
             # More than two values are classes, whatever task was inferred from them.
             if is_classifier and data_profile.labels is not None and len(data_profile.labels.values) > 2:
                 proposal = propose(data_profile, label=self._target, time=self.time, task="classes")
-            self.remarks_ = proposal.warnings
+            self.remarks_ = [_without_options(text) for text in proposal.warnings]
             self._train(recipe_text(options, proposal, data_profile.num_rows), folder)
             if is_classifier:
                 self._set_classes(data_profile.labels, proposal.features.labels[0])
@@ -366,9 +388,11 @@ class _TableEstimator:
     def _scores(self: Any, X: Any) -> npt.NDArray[np.float32]:
         """Return the model's scores for all rows, fp32 [n], or [n, C] for several classes."""
         _checks.check_is_fitted(self)
-        scorer = self._scorer(self._table(X, reset=False), labelled=False)
-        # Calibration needs logits, so take these instead of probabilities.
-        logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
+        table = self._table(X, reset=False)
+        with self._python_messages():
+            scorer = self._scorer(table, labelled=False)
+            # Calibration needs logits, so take these instead of probabilities.
+            logits = Scored.concat(list(gather_scores(scorer, join(choose_device(self.device))))).logits_B
         # Only a Classifier with ``calibration`` has a curve.
         if getattr(self, "curve_", None) is not None:
             logits = Curve(*self.curve_).calibrate_logits(logits)
@@ -410,7 +434,9 @@ class _TableEstimator:
         background_rows = None if background is None else self._table(background, reset=False)
         if background_rows is None and not _has_training_data(RunFolder(self.run_)):
             raise ValueError("the saved model has no training data to compare with. Give background rows.")
-        table = contributions(RunFolder(self.run_), rows, background=background_rows, num_orders=num_orders)
+        run = RunFolder(self.run_)
+        with self._python_messages():
+            table = contributions(run, rows, background=background_rows, num_orders=num_orders)
         return self._to_library(table)
 
 
@@ -698,6 +724,9 @@ class Recommender(_Estimator):
         """
         if y is not None:
             raise ValueError("Recommender learns from the columns of its log. Leave y out.")
+        kinds = get_args(NextItemModel)
+        if self.model not in kinds:
+            raise ValueError(f"model is {self.model!r}; it must be one of {kinds}.")
         with self._fit_folder() as folder:
             columns = LogColumns(user=self.user, item=self.item, time=self.time)
             paths = self._paths(X, folder)
@@ -728,13 +757,14 @@ class Recommender(_Estimator):
             ValueError: ``k`` is below 1.
         """
         _checks.check_is_fitted(self)
-        ranks = join(choose_device(self.device))
         requested = None if users is None else pa.table({self.user: pa.array(_to_list(users))})
         # A table is written to a file, because the log is read like training data.
         log = data if data is None or _are_paths(data) else self._paths(data, self._subfolder("other"))
-        recommender = load_recommender(RunFolder(self.run_), ranks, users=requested, data=log)
-        best = recommendations(recommender, ranks, k, keep_seen=keep_seen)
-        return self._to_library(pa.concat_tables(recommendation_tables(recommender, best)))
+        with self._python_messages():
+            ranks = join(choose_device(self.device))
+            recommender = load_recommender(RunFolder(self.run_), ranks, users=requested, data=log)
+            best = recommendations(recommender, ranks, k, keep_seen=keep_seen)
+            return self._to_library(pa.concat_tables(recommendation_tables(recommender, best)))
 
     def similar(self, items: Any, k: int = 10) -> Any:
         """Return the most similar items for each given item, by the cosine between item vectors.
@@ -747,7 +777,8 @@ class Recommender(_Estimator):
             A table with item, rank, similar item and score, in the library of the data given to ``fit``.
         """
         _checks.check_is_fitted(self)
-        return self._to_library(similar_items(RunFolder(self.run_), pa.array(_to_list(items)), k))
+        with self._python_messages():
+            return self._to_library(similar_items(RunFolder(self.run_), pa.array(_to_list(items)), k))
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Compute metrics for predicting each user's last item in another log.
@@ -820,6 +851,11 @@ def _preserved_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _without_options(text: str) -> str:
+    """Return a message in which options such as --skip-unlabelled are arguments, skip_unlabelled."""
+    return _OPTION.sub(lambda match: match[1].replace("-", "_"), text)
 
 
 def _are_paths(data: Any) -> bool:

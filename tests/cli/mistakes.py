@@ -2,10 +2,8 @@
 
 They are typed in a folder with ``clicks.csv``, ``clicks.parquet``, ``other.csv`` (without users),
 ``bad.csv`` (one
-label is missing), ``new.csv`` (no labels), ``text.txt``, ``recipe.py`` and ``recipe.yaml``, a run ``a``, its
-package ``pack``,
-and
-``plan.json``.
+label is missing), ``new.csv`` (no labels), ``users.csv``, ``text.txt``, ``recipe.py`` and ``recipe.yaml``, a
+run ``a``, its package ``pack``, ``plan.json``, and a run ``s`` of next items.
 """
 
 import shlex
@@ -33,6 +31,9 @@ Q = "quantize a --out small"
 M = "embed a --feature user --out vectors.parquet --force"
 L = "plan recipe.py:recipe --ranks 2"
 B = "leaderboard clicks.csv --label clicked --force"
+C = "explain a --data users.csv --background new.csv --orders 1 --out parts.csv --force"
+R = "recommend s --users users.csv --out recs.csv --force"
+S = "similar s --items 3 --out similar.csv --force"
 U = "tune recipe.py:recipe --trials 1 --training.epochs 1"
 
 MISTAKES = [
@@ -128,7 +129,7 @@ MISTAKES = [
         ("inspect clicks.csv clicks.parquet --label clicked --force", "Give files of one kind", I),
         (f"{I} --rows 0", "it must be at least 1", f"{I} --rows 100"),
         # evaluate
-        ("evaluate b --data clicks.csv", "there are: a", E),
+        ("evaluate b --data clicks.csv", "there are: a, s", E),
         ("evaluate a", "--data", E),
         ("evaluate --data clicks.csv", "RUN", E),
         ("evaluate a --data click.csv", "click.csv stands for no file", E),
@@ -147,11 +148,37 @@ MISTAKES = [
         ("predict a --data new.csv --out none/scores.csv", "Make it first", P),
         ("predict a --data other.csv --out s.csv", "there is no column 'user'", P),
         (f"{P} --keep usr", "Did you mean user?", f"{P} --keep user"),
+        # explain
+        ("explain a", "--data", C),
+        ("explain a --data new.cvs", "new.cvs stands for no file", C),
+        ("explain a --data other.csv", "there is no column 'user'", C),
+        ("explain a --data users.csv --background other.csv", "there is no column 'user'", C),
+        ("explain s --data users.csv", "no columns of their own to explain", C),
+        (f"{C} --num-orders 1", "--orders INT", f"{C} --orders 2"),
+        (f"{C} --orders 0", "must be at least 1", C),
+        ("explain a --data users.csv --out parts.txt", ".parquet or .csv", C),
+        # recommend, similar
+        ("recommend s --users users.csv", "--out", R),
+        ("recommend a --out recs.csv --force", "a log of users, items and times", R),
+        ("recommend s --users user.csv --out r.csv", "user.csv stands for no file", R),
+        ("recommend s --users other.csv --out r.csv", "no users in a column 'user'", R),
+        ("recommend s --data other.csv --out r.csv", "there is no column 'user'", f"{R} --data clicks.csv"),
+        ("recommend s --users users.csv --out recs.txt", ".parquet or .csv", R),
+        (f"{R} -k 0", "-k is 0; it must be at least 1", f"{R} -k 5"),
+        (f"{R} --keep-seen --new-only", "Leave one of them out", f"{R} --new-only"),
+        ("similar b --items 3", "there are: a, s", S),
+        ("similar a --items 3", "a log of users, items and times", S),
+        ("similar s --items 999", "999", S),
+        ("similar s --items i3", "Give them as they are there", S),
+        ("similar s --item 3", "--items STR", S),
+        (f"{S} -k 0", "must be at least 1", f"{S} -k 5"),
+        ("similar s --items 3 --out similar.txt", ".parquet or .csv", S),
+        ("predict s --data new.csv --out s.csv", "`meshrec recommend`", R),
         # runs
         ("runs compare a", "name two runs or more", "runs compare a a"),
-        ("runs compare a b", "there are: a", "runs compare a a"),
+        ("runs compare a b", "there are: a, s", "runs compare a a"),
         ("runs compair a a", "Did you mean compare?", "runs compare a a"),
-        ("runs rm b", "there are: a", "runs"),
+        ("runs rm b", "there are: a, s", "runs"),
         ("runs --state done", "Expected one of", "runs --state finished"),
         ("runs --sort test-auc", "Expected one of", "runs --sort test"),
         ("runs --recipe recipes", "leave --state or --recipe out", "runs"),
@@ -168,7 +195,7 @@ MISTAKES = [
         ),
         # export, serve, quantize, embed
         ("export a --out pack", "pack", X),
-        ("export b --out package", "there are: a", X),
+        ("export b --out package", "there are: a, s", X),
         ("export a", "--out", X),
         ("export a --out p --items clicks.csv", "--tower item", X),
         ("serve a", "meshrec export", X),

@@ -56,12 +56,15 @@ def folder(tmp_path_factory):
     lines[7] = lines[7].rpartition(",")[0] + ","
     (folder / "bad.csv").write_text("\n".join(lines))
     (folder / "text.txt").write_text("not a table")
+    csv.write_csv(table.drop_columns(["clicked"]).slice(0, 2), folder / "users.csv")
     for command in (
         "inspect clicks.csv --label clicked --time when",
         "recipe to-yaml recipe.py:recipe --out recipe.yaml",
         "train recipe.py:recipe --quiet --training.epochs 1 --name a",
         "export a --out pack --no-compile",
         "plan recipe.py:recipe --ranks 2 --out plan.json",
+        "inspect clicks.csv --user user --item item --time when --out log.py",
+        "train log.py:recipe --quiet --training.max-steps 2 --name s",
     ):
         assert type_in(command.split(), folder) == 0, command
     return folder

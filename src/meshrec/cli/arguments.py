@@ -164,16 +164,24 @@ def parse_known(kind: Any, arguments: Sequence[str], *, program: str) -> tuple[A
         return tyro.cli(kind, args=list(arguments), prog=program, return_unknown_args=True, add_help=False)
 
 
-def check_output(path: Path | None, *, force: bool, option: str = "--out") -> None:
+TABLES = (".parquet", ".csv")
+"""Suffixes of the files that commands write tables to."""
+
+
+def check_output(
+    path: Path | None, *, force: bool, option: str = "--out", suffixes: Sequence[str] = ()
+) -> None:
     """Check that an output file can be written. Commands call this before they start to work.
 
     Args:
         path: the file; None: nothing to check.
         force: whether an existing file may be replaced.
         option: option by which the user named the file, for errors.
+        suffixes: allowed suffixes; empty: any.
 
     Raises:
-        ValueError: the path is a folder, the file exists, or the parent folder does not exist.
+        ValueError: the path is a folder, the file exists, the parent folder does not exist, or the suffix is
+            another one.
     """
     if path is None:
         return
@@ -183,6 +191,11 @@ def check_output(path: Path | None, *, force: bool, option: str = "--out") -> No
         raise ValueError(f"{path} is there already; name another {option}, or replace it: --force.")
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(
+            f"{path} ends in {path.suffix!r}; the file is written as {' or '.join(suffixes)}. Name one of "
+            "these."
+        )
 
 
 def parse_subcommand(kind: Any, arguments: Sequence[str], *, command: str, name: str) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.arguments import TABLES, Words, check_output, parse
 from meshrec.cli.run_options import RunOptions
 
 
@@ -33,7 +33,7 @@ class ExplainOptions(RunOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(ExplainOptions, arguments, program="meshrec explain")
-    check_output(options.out, force=options.force)
+    check_output(options.out, force=options.force, suffixes=TABLES)
     run = options.folder()
     # Imported after the options are checked, because these imports take long.
     from meshrec.runs.contributions import BASE, OUTPUT, contributions

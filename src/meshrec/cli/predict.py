@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.arguments import TABLES, Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import DataOptions, RankOptions, RunOptions, open_scorer
 from meshrec.runs.calibrated import CalibrationKind, fit_run_curve
@@ -29,7 +29,7 @@ class PredictOptions(RunOptions, RankOptions, DataOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(PredictOptions, arguments, program="meshrec predict")
-    check_output(options.out, force=options.force)
+    check_output(options.out, force=options.force, suffixes=TABLES)
     run = options.folder()
 
     def work(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.arguments import TABLES, Words, check_output, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.run_options import RankOptions, RunOptions
 from meshrec.train.ranks import Ranks
@@ -42,7 +42,7 @@ class RecommendOptions(RunOptions, RankOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(RecommendOptions, arguments, program="meshrec recommend")
-    check_output(options.out, force=options.force)
+    check_output(options.out, force=options.force, suffixes=TABLES)
     if options.keep_seen and options.new_only:
         raise ValueError("--keep-seen and --new-only contradict each other. Leave one of them out.")
     # None: as in the recipe.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import Words, check_output, parse
+from meshrec.cli.arguments import TABLES, Words, check_output, parse
 from meshrec.cli.run_options import RunOptions
 
 
@@ -30,7 +30,7 @@ class SimilarOptions(RunOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(SimilarOptions, arguments, program="meshrec similar")
-    check_output(options.out, force=options.force)
+    check_output(options.out, force=options.force, suffixes=TABLES)
     run = options.folder()
     # Imported here, because torch takes seconds, and mistakes in the options are reported before.
     import pyarrow as pa

@@ -1,6 +1,7 @@
 """Proposal of how to read an interaction log for next-item prediction, with reasons."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,8 @@ def propose_log(paths: Paths, columns: LogColumns, form: CsvFormat = DETECTED) -
     if columns.time in table.column_names:
         columns, reason = _with_unit(table[columns.time].combine_chunks(), columns)
         reasons += [reason] if reason else []
-    rows = filter_log(LogTable(str(paths), table, columns, paths), faults).table
+    name = ", ".join(map(str, [paths] if isinstance(paths, str | Path) else paths))
+    rows = filter_log(LogTable(name, table, columns, paths), faults).table
     users, items = (_sorted_codes(rows[name]) for name in (columns.user, columns.item))
     times = microseconds_of(rows[columns.time].combine_chunks(), columns.time_unit)
     # The last key is the primary one: sort by user, then by time. Ties keep the data order.
