@@ -22,6 +22,7 @@ BENCHES = {
     "default_model": "default_model",
     "serve": "serve",
     "serve_hostile": "serve_hostile",
+    "stream": "stream",
     "wire": "wire",
     "wire_auc": "wire_auc",
 }

@@ -70,7 +70,7 @@ def _measure(shape: Shape, heavy: Shape, folder: Path, num_turns: int) -> Result
     packages = [first, _with_other_weights(first, folder / "second")]
     predictor = Predictor(first)
     with serving(first) as server, serving(first, "--max-batch", "1") as single:
-        _verify(server, predictor, inputs_of(shape, predictor.features, shape.batch))
+        verify(server, predictor, inputs_of(shape, predictor.features, shape.batch))
         turns = [_turn(shape, predictor, server, single) for _ in range(num_turns)]
     # A host that others use is faster in one minute than in the next: a ratio is of neighbouring seconds.
     figures = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
@@ -323,7 +323,7 @@ def request_of(
     return http(INFER, body, {"Inference-Header-Content-Length": str(len(head)), **(headers or {})})
 
 
-def _verify(server: Running, predictor: Predictor, inputs: Inputs) -> None:
+def verify(server: Running, predictor: Predictor, inputs: Inputs) -> None:
     scores = predictor(*inputs)
     found = torch.frombuffer(
         bytearray(server.ask(request_of(inputs))[-4 * len(scores) :]), dtype=torch.float32
