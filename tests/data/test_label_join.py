@@ -401,7 +401,7 @@ def test_a_time_queue_returns_rows_by_time_and_then_by_number():
         waiting += zip(times.tolist(), numbers.tolist(), strict=True)
         taken = queue.take_before(limit)
         due = sorted(item for item in waiting if item[0] < limit)
-        assert list(zip(taken.times.tolist(), taken.numbers.tolist(), strict=True)) == due
+        assert list(zip(taken.times.tolist(), taken.indices.tolist(), strict=True)) == due
         waiting = sorted(item for item in waiting if item[0] >= limit)
         assert list(map(tuple, np.stack(queue.rows(), 1).tolist())) == waiting
         assert len(queue) == len(waiting)

@@ -124,7 +124,8 @@ def _find_source(source: str | None, resumed: RunFolder | None) -> str:
     """Return the source on the command line, or of the run to resume; a folder as an absolute path.
 
     Raises:
-        ValueError: there is no source, or no such folder, or the run has no source with its secrets.
+        ValueError: the source is missing, the folder does not exist, or the run has no source with its
+            secrets.
     """
     if source is None and resumed is not None:
         saved = str(read_config(resumed)["stream"])

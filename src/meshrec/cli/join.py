@@ -44,7 +44,7 @@ class JoinOptions:
     idle_seconds: float | None = None
     """Time by which a folder without new records holds back the other; none: without limit."""
     clock_lag_seconds: float | None = None
-    """While there are no new files, take all records older than this to have arrived; none: wait for them."""
+    """While no new files appear, take all records older than this to have arrived; none: wait for them."""
     max_rows: int = 10_000_000
     """Records that may wait in memory."""
     on_full: Literal["raise", "decide"] = "raise"

@@ -46,7 +46,7 @@ _FIRST_WAIT, _MAX_WAIT = 0.1, 5.0
 
 
 class _Round(NamedTuple):
-    """What a rank has read since the last round. The last three values are those of rank 0."""
+    """Records that a rank has read since the last round. The last three values are those of rank 0."""
 
     records: dict[str, tuple[Records, list[int]]]
     """Records by partition, with the number of rows of each."""
@@ -66,8 +66,8 @@ class BrokerStream(Stream):
     ``features`` do not read event times (`meshrec.data.features.TimedFeatures`), events have the time of the
     Redis ID or the timestamp of the Kafka record.
 
-    Partitions are divided among the ranks, which share all records. Positions decide what is read next, and
-    nothing is written to the broker. See [Note: positions in partitions].
+    Partitions are divided among the ranks, which share all records. Positions decide which records are read
+    next, and nothing is written to the broker. See [Note: positions in partitions].
 
     Args:
         address: address of streams or topics; see `meshrec.data.redis_broker.RedisBroker` and
@@ -79,7 +79,7 @@ class BrokerStream(Stream):
         step_log: file for the steps since the last checkpoint, which rank 0 reads and writes. With it, a run
             that was killed repeats these steps with the same records. Only one partition needs none.
         late_seconds: an event is late if the broker got it more than this time after the event.
-        poll_seconds: seconds between two requests while there are no records.
+        poll_seconds: seconds between two requests while no records arrive.
 
     Attributes:
         faults: counts of omitted rows on this rank, by reason.
@@ -311,11 +311,11 @@ class _Reader:
             if partitions:
                 self._next_listing = time.monotonic() + _LIST_SECONDS
                 self._check_position(planner, partitions)
-        wanted = [name for name in self._local if planner.needs(name)]
+        requested = [name for name in self._local if planner.needs(name)]
         records: dict[str, Records] = {}
-        if wanted:
-            limit = _ROUND_BYTES * len(wanted) // len(self._known)
-            records = self._attempt(lambda: self._broker.read(wanted, limit), records)
+        if requested:
+            limit = _ROUND_BYTES * len(requested) // len(self._known)
+            records = self._attempt(lambda: self._broker.read(requested, limit), records)
         counted = {
             name: (some, [num_rows_of(payload) for payload in some.payloads])
             for name, some in records.items()
@@ -438,17 +438,17 @@ class _RankRows:
 
     def _decoded(self, runs: Runs, of_run: Ints, rows: Ints) -> Iterator[Samples]:
         """Yield the samples of some rows, with the run and the row in the record of each, int64 [n]."""
-        numbers, inverse = np.unique(of_run, return_inverse=True)
-        payloads = [runs.payloads[number] for number in numbers.tolist()]
-        num_rows = np.array(runs.record_rows)[numbers]
+        indices, inverse = np.unique(of_run, return_inverse=True)
+        payloads = [runs.payloads[index] for index in indices.tolist()]
+        num_rows = np.array(runs.record_rows)[indices]
         # Row among all rows of these records.
         flat = (np.cumsum(num_rows) - num_rows)[inverse] + rows
         first = end = 0
         for decoded in self._decoder.decode(payloads):
             start, first = first, first + decoded.num_rows
-            begin, end = end, int(np.searchsorted(flat, first))
-            of_piece = of_run[begin:end]
-            samples = self._encoded(decoded, flat[begin:end] - start, _RecordNames(runs, of_piece))
+            first_flat, end = end, int(np.searchsorted(flat, first))
+            of_piece = of_run[first_flat:end]
+            samples = self._encoded(decoded, flat[first_flat:end] - start, _RecordNames(runs, of_piece))
             arrivals = np.array(runs.times)[of_piece]
             if samples.times is None:
                 samples = samples._replace(times=arrivals)
@@ -456,7 +456,7 @@ class _RankRows:
                 valid = is_late if samples.is_valid is None else is_late & samples.is_valid
                 self._late.update(runs.partitions[run] for run in of_piece[valid].tolist())
             if self._aside is not None and samples.is_valid is not None:
-                for index in np.flatnonzero(~samples.is_valid) + begin:
+                for index in np.flatnonzero(~samples.is_valid) + first_flat:
                     self._keep(runs, int(of_run[index]), int(rows[index]))
             yield samples
 

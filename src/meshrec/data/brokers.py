@@ -10,7 +10,7 @@ from meshrec.data.faults import DataError
 RecordId = str | int
 """ID of a record in its partition: a Redis stream ID, or a Kafka offset. A plain value."""
 Payload = bytes | dict[bytes, bytes]
-"""Content of a record: a JSON object, an Arrow IPC stream, or a text per column. See data/messages.py."""
+"""Content of a record: a JSON object, an Arrow IPC stream, or a string per column. See data/messages.py."""
 
 
 class BrokerAwayError(Exception):
@@ -78,14 +78,14 @@ class Broker(ABC):
         """Close the connection. A later call opens another, which reads no partitions yet."""
 
 
-def gone(broker: Broker, partition: str, last: RecordId, reason: str) -> DataError:
+def removed_records(broker: Broker, partition: str, last: RecordId, reason: str) -> DataError:
     """Create the error for records that a broker has deleted before they were read.
 
     Args:
         broker: the broker.
         partition: partition name.
         last: ID of the last record that was read.
-        reason: what the broker says.
+        reason: message from the broker.
     """
     return DataError(
         f"{broker.name}: records of {partition!r} after {last} are gone: {reason}. Let the broker keep "

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from meshrec.data.samples import Bools, Ints
 from meshrec.lazy import without_gc
@@ -160,6 +161,7 @@ class RecordFaults(Faults):
         self.names: Names = ()
         """Names of the records that are checked next. `check` takes them instead of row numbers."""
 
+    @override
     def report(
         self, message: str, rows: int, file: str = "", *, is_allowed: bool = False, every_row: bool = False
     ) -> None:
@@ -186,6 +188,7 @@ class RecordFaults(Faults):
         self.skipped[reason] = self.skipped.get(reason, 0) + rows
         self.by_file.setdefault("", {})[reason] = self.skipped[reason]
 
+    @override
     def check(
         self,
         valid: Bools,

@@ -225,16 +225,16 @@ class FolderJoin:
         for index, num, watermark in calls:
             if index is None:
                 self._tick(watermark)
-            elif (found := self._read(index)) != num:
+            elif (num_read := self._read(index)) != num:
                 raise DataError(
-                    f"{self._folders[index]} had {num:,} rows where it has {found:,} now, after "
+                    f"{self._folders[index]} had {num:,} rows where it has {num_read:,} now, after "
                     f"{self._readers[index].position}. Put its files back, or join to an empty folder."
                 )
-        found = sum(rows.num_rows for rows in self._rows)
-        if found != num_rows:
+        num_joined = sum(rows.num_rows for rows in self._rows)
+        if num_joined != num_rows:
             raise DataError(
-                f"{path} has {num_rows:,} rows, and the same records give {found:,} now. Put the files of "
-                "both folders back, or join to an empty folder."
+                f"{path} has {num_rows:,} rows, and the same records give {num_joined:,} now. Put the files "
+                "of both folders back, or join to an empty folder."
             )
         self.num_written += num_rows
         self._rows, self._calls = [], []

@@ -71,7 +71,7 @@ class FolderTables:
         self._tables: Iterator[Any] | None = None
 
     def read(self) -> Any:
-        """Return the next rows of a file as a table; None if there is no complete file with rows yet.
+        """Return the next rows of a file as a table; None while no complete file has rows.
 
         Raises:
             DataError: a file is damaged, or has changed or vanished.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
 
-from meshrec.data.brokers import Broker, BrokerAwayError, RecordId, Records, gone, split_address
+from meshrec.data.brokers import Broker, BrokerAwayError, RecordId, Records, removed_records, split_address
 from meshrec.data.faults import DataError, needs
 
 SCHEMES = ("kafka",)
@@ -134,13 +134,13 @@ class KafkaBroker(Broker):
         )
 
     def read(self, partitions: Sequence[str], max_bytes: int) -> dict[str, Records]:
-        wanted = {_partition(name) for name in partitions}
-        self._pause_except(wanted)
+        requested = {_partition(name) for name in partitions}
+        self._pause_except(requested)
         records: dict[str, Records] = {}
         deadline, num_bytes = time.monotonic() + _FIRST_SECONDS, 0
         while num_bytes < max_bytes:
             # Waits only if nothing has arrived, and more may be on its way.
-            waits = not records and not wanted <= self._at_end
+            waits = not records and not requested <= self._at_end
             messages = self._consumer.consume(_MAX_MESSAGES, 0.02 if waits else 0)
             for message in messages:
                 num_bytes += self._add(message, records)
@@ -156,9 +156,9 @@ class KafkaBroker(Broker):
                 f"{self.name} refuses access: {self._refusal}. Check KAFKA_USERNAME and KAFKA_PASSWORD."
             )
 
-    def _pause_except(self, wanted: set[tuple[str, int]]) -> None:
+    def _pause_except(self, requested: set[tuple[str, int]]) -> None:
         """Fetch only some of the assigned partitions."""
-        paused = self._last.keys() - wanted
+        paused = self._last.keys() - requested
         for change, partitions in (
             (self._consumer.pause, paused - self._paused),
             (self._consumer.resume, self._paused - paused),
@@ -192,7 +192,7 @@ class KafkaBroker(Broker):
         """Raise DataError for an error about a topic or partition, unless librdkafka repeats the request."""
         kinds, code = self._kafka.KafkaError, error.code()
         if code in (kinds._AUTO_OFFSET_RESET, kinds.OFFSET_OUT_OF_RANGE):
-            raise gone(self, name, self._last[_partition(name)], error.str())
+            raise removed_records(self, name, self._last[_partition(name)], error.str())
         if code in (kinds.TOPIC_AUTHORIZATION_FAILED, kinds.CLUSTER_AUTHORIZATION_FAILED) or error.fatal():
             raise DataError(
                 f"{self.name} refuses access to {name!r}: {error.str()}. Check the user's rights."

@@ -100,15 +100,15 @@ class _Stream:
         """Return the state as plain values and tensors."""
         held, waiting = self.rows.held(), self.waiting.rows()
         table = self.schema and self.schema.empty_table()
-        numbers = np.zeros(0, dtype=np.int64)
+        indices = np.zeros(0, dtype=np.int64)
         if held is not None:
-            numbers, table = held
+            indices, table = held
         return {
             "count": self.count,
             "max_time": self.max_time,
             "waiting_times": _tensor(waiting.times),
-            "waiting_numbers": _tensor(waiting.numbers),
-            "row_numbers": _tensor(numbers),
+            "waiting_indices": _tensor(waiting.indices),
+            "row_indices": _tensor(indices),
             "rows": None if table is None else table_bytes(table),
         }
 
@@ -117,12 +117,12 @@ class _Stream:
         """Create a stream from the output of `state`."""
         stream = _Stream(name)
         stream.count, stream.max_time = state["count"], state["max_time"]
-        # Equal times are in the order of their numbers, and so is a run of the queue.
-        stream.waiting.append(state["waiting_times"].numpy(), state["waiting_numbers"].numpy())
+        # Equal times are in the order of arrival, and so is a run of the queue.
+        stream.waiting.append(state["waiting_times"].numpy(), state["waiting_indices"].numpy())
         if state["rows"] is not None:
             table = table_of(state["rows"])
             stream.schema = table.schema
-            stream.rows.append(state["row_numbers"].numpy(), table)
+            stream.rows.append(state["row_indices"].numpy(), table)
         return stream
 
 
@@ -130,7 +130,7 @@ class _Matches(NamedTuple):
     """Result of processing records before the watermark, in the order of their times."""
 
     accepted: Timed
-    """Impressions that are no duplicates."""
+    """Impressions that are not duplicates."""
     duplicates: Ints
     """Numbers of the other impressions."""
     positives: Timed
@@ -148,20 +148,20 @@ class _Decided(NamedTuple):
     """Decision times, int64 [n]."""
     labels: Ints
     """Int64 [n]."""
-    numbers: Ints
-    """Impression numbers, int64 [n]."""
+    indices: Ints
+    """Indices of the impressions in the order of arrival, int64 [n]."""
 
     @staticmethod
     def of(label: int, rows: Timed) -> "_Decided":
         """Create rows with the same label."""
-        return _Decided(rows.times, np.full(len(rows.times), label, dtype=np.int64), rows.numbers)
+        return _Decided(rows.times, np.full(len(rows.times), label, dtype=np.int64), rows.indices)
 
     @staticmethod
     def sorted(parts: "list[_Decided]") -> "_Decided":
         """Concatenate rows, and sort them by decision time, label and number."""
-        times, labels, numbers = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        order = np.lexsort((numbers, labels, times))
-        return _Decided(times[order], labels[order], numbers[order])
+        times, labels, indices = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.lexsort((indices, labels, times))
+        return _Decided(times[order], labels[order], indices[order])
 
 
 class LabelJoin:
@@ -330,7 +330,7 @@ class LabelJoin:
             "actions": self._actions.state(),
             "pending": {
                 "ends": _tensor(np.array(pending.ends[pending.num_ended :], dtype=np.int64)),
-                "numbers": _tensor(np.array(pending.numbers[pending.num_ended :], dtype=np.int64)),
+                "indices": _tensor(np.array(pending.indices[pending.num_ended :], dtype=np.int64)),
                 "has_action": _tensor(np.array(pending.has_action[pending.num_ended :], dtype=np.uint8)),
                 "keys": None if keys is None else table_bytes(keys),
             },
@@ -357,7 +357,7 @@ class LabelJoin:
             )
         pending, saved = PendingImpressions(), state["pending"]
         pending.ends = array("q", saved["ends"].tolist())
-        pending.numbers = array("q", saved["numbers"].tolist())
+        pending.indices = array("q", saved["indices"].tolist())
         pending.has_action = bytearray(saved["has_action"].tolist())
         if saved["keys"] is not None:
             pending.keys = key_values(table_of(saved["keys"]), self._key)
@@ -433,7 +433,7 @@ class LabelJoin:
         """Number the records of a call, and hold those that are neither invalid nor late."""
         table, times, is_valid = arrival
         stream.schema = table.schema
-        numbers = np.arange(stream.count, stream.count + len(times), dtype=np.int64)
+        indices = np.arange(stream.count, stream.count + len(times), dtype=np.int64)
         stream.count += len(times)
         # Largest time up to and including a record, after that of earlier calls.
         max_times = np.concatenate([[stream.max_time], np.where(is_valid, times, _MIN_TIME)])
@@ -442,11 +442,11 @@ class LabelJoin:
         is_late = times < np.maximum(max_times[:-1] - self._lateness, self._watermark)
         for reason, is_left_out in (("invalid", ~is_valid), ("late", is_valid & is_late)):
             index = np.flatnonzero(is_left_out)
-            self._count_left_out(reason, stream, numbers[index], table, index)
-        kept = np.flatnonzero(is_valid & ~is_late)
+            self._count_left_out(reason, stream, indices[index], table, index)
+        accepted = np.flatnonzero(is_valid & ~is_late)
         # A copy, because a slice would hold the memory of the whole file.
-        stream.rows.append(numbers[kept], table.take(pa.array(kept)))
-        stream.waiting.append(times[kept], numbers[kept])
+        stream.rows.append(indices[accepted], table.take(pa.array(accepted)))
+        stream.waiting.append(times[accepted], indices[accepted])
 
     def _next_watermark(self, promised: int | None) -> int:
         """Return the watermark after the records of a call."""
@@ -460,15 +460,15 @@ class LabelJoin:
         impressions = self._impressions.waiting.take_before(watermark)
         actions = self._actions.waiting.take_before(watermark)
         matches = self._match(impressions, actions)
-        for reason, stream, numbers in (
+        for reason, stream, indices in (
             ("duplicate", self._impressions, matches.duplicates),
             ("repeated", self._actions, matches.repeated),
             ("unmatched", self._actions, matches.unmatched),
         ):
-            self._count_left_out(reason, stream, numbers, stream.rows, numbers)
-        self._actions.rows.release(actions.numbers)
+            self._count_left_out(reason, stream, indices, stream.rows, indices)
+        self._actions.rows.release(actions.indices)
         self._impressions.rows.release(matches.duplicates)
-        self._finished.append(matches.positives.numbers)
+        self._finished.append(matches.positives.indices)
         decided = [_Decided.of(1, matches.positives)]
         if self._at_once:
             decided.append(_Decided.of(0, matches.accepted))
@@ -480,7 +480,7 @@ class LabelJoin:
         order = np.argsort(times, kind="stable")
         times = times[order]
         # The number of an impression, or -1 - number of an action.
-        numbers = np.concatenate([impressions.numbers, ~actions.numbers])[order]
+        indices = np.concatenate([impressions.indices, ~actions.indices])[order]
         keys = self._keys(self._impressions, impressions) + self._keys(self._actions, actions)
         keys = [keys[index] for index in order.tolist()]
         pending, window, first = self._pending, self._window, self._pending.first
@@ -488,7 +488,7 @@ class LabelJoin:
         has_action.extend(bytes(len(impressions.times)))
         # Indices of records, by what becomes of them.
         accepted, duplicates, positives, positive_slots, repeated, unmatched = ([] for _ in range(6))
-        rows = zip(keys, times.tolist(), (numbers >= 0).tolist(), strict=True)
+        rows = zip(keys, times.tolist(), (indices >= 0).tolist(), strict=True)
         for index, (key, time, is_impression) in enumerate(rows):
             slot = slot_of.get(key)
             is_pending = slot is not None and ends[slot - first] >= time
@@ -508,29 +508,29 @@ class LabelJoin:
                 positives.append(index)
                 positive_slots.append(slot - first)
         del has_action[len(ends) :]
-        pending.numbers.extend(numbers[accepted].tolist())
+        pending.indices.extend(indices[accepted].tolist())
         pending.keys.extend([keys[index] for index in accepted])
-        positive_numbers = np.array([pending.numbers[slot] for slot in positive_slots], dtype=np.int64)
+        positive_indices = np.array([pending.indices[slot] for slot in positive_slots], dtype=np.int64)
         return _Matches(
-            Timed(times[accepted], numbers[accepted]),
-            numbers[duplicates],
-            Timed(times[positives], positive_numbers),
-            ~numbers[repeated],
-            ~numbers[unmatched],
+            Timed(times[accepted], indices[accepted]),
+            indices[duplicates],
+            Timed(times[positives], positive_indices),
+            ~indices[repeated],
+            ~indices[unmatched],
         )
 
     def _keys(self, stream: _Stream, records: Timed) -> list[Any]:
         """Return the keys of held records as Python values."""
-        if len(records.numbers) == 0:
+        if len(records.indices) == 0:
             return []
-        return key_values(stream.rows.take(records.numbers, [self._key]), self._key)
+        return key_values(stream.rows.take(records.indices, [self._key]), self._key)
 
     def _end_windows(self, num: int) -> _Decided:
         """End the windows of the oldest ``num`` impressions, and return their negatives, if any are due."""
-        ends, numbers, has_action = self._pending.remove(num)
-        self._finished.append(numbers[~has_action])
+        ends, indices, has_action = self._pending.remove(num)
+        self._finished.append(indices[~has_action])
         is_due = ~has_action & (not self._at_once)
-        return _Decided.of(0, Timed(ends[is_due], numbers[is_due]))
+        return _Decided.of(0, Timed(ends[is_due], indices[is_due]))
 
     def _make_room(self) -> list[_Decided]:
         """Decide about the oldest records until at most ``max_rows`` are in memory."""
@@ -553,24 +553,24 @@ class LabelJoin:
         rows, schema = self._impressions.rows, self._impressions.schema
         if schema is None:
             return pa.table({})
-        table = rows.take(decided.numbers) if len(decided.numbers) else schema.empty_table()
+        table = rows.take(decided.indices) if len(decided.indices) else schema.empty_table()
         rows.release(np.concatenate(finished))
         return table.append_column(self._label, pa.array(decided.labels))
 
     def _count_left_out(
-        self, reason: str, stream: _Stream, numbers: Ints, rows: "HeldRows | pa.Table", index: Ints
+        self, reason: str, stream: _Stream, indices: Ints, rows: "HeldRows | pa.Table", index: Ints
     ) -> None:
         """Count records that lead to no row, and set them aside: those of ``rows.take(index)``."""
-        if len(numbers) == 0:
+        if len(indices) == 0:
             return
-        self._count(f"{reason}_{stream.name}", len(numbers))
+        self._count(f"{reason}_{stream.name}", len(indices))
         if self._set_aside is not None:
             table = rows.take(index) if isinstance(rows, HeldRows) else rows.take(pa.array(index))
             append_json_lines(
                 self._set_aside,
                 [
                     {"stream": stream.name, "number": number, "problem": reason, "values": values}
-                    for number, values in zip(numbers.tolist(), records_of(table), strict=True)
+                    for number, values in zip(indices.tolist(), records_of(table), strict=True)
                 ],
             )
 

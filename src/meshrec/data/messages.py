@@ -1,17 +1,17 @@
-"""Decoding of records from message brokers: JSON objects, Arrow IPC streams, and texts by column.
+"""Decoding of records from message brokers: JSON objects, Arrow IPC streams, and strings by column.
 
 [Note: values in messages]
 
 A message has the values that a file has, and is encoded to the same samples. Features know the kind of each
-column from their fit (`Encoding.fitted_kinds`), which decides what a value may be:
+column from their fit (`Encoding.fitted_kinds`), which decides which values are allowed:
 
 - JSON: one object per message, with a value or a list per column. Arrow parses many messages at once. If it
   refuses one, all of them are parsed by Python, which knows integers beyond 64 bits, 2.0 in a column of
   integers, booleans for 0 and 1, and which message or value is damaged.
 - Arrow IPC stream: any number of rows. The columns have types, so nothing is converted.
-- Texts by column, as in a Redis entry: numbers and times are parsed as in CSV files, and lists as JSON.
+- Strings by column, as in a Redis entry: numbers and times are parsed as in CSV files, and lists as JSON.
 
-A missing JSON key or text is null. Columns that the features do not read are ignored.
+A missing JSON key or string is null. Columns that the features do not read are ignored.
 """
 
 import itertools
@@ -171,7 +171,7 @@ class MessageDecoder:
             return None
 
     def _with_times(self, table: "pa.Table", kinds: Mapping[str, str]) -> "pa.Table":
-        """Parse the texts in columns of times; DataError if one is no time."""
+        """Parse the strings in columns of times. Raise DataError for other strings."""
         from meshrec.data.features.values import parse_times
 
         for position, name in enumerate(table.column_names):
@@ -180,7 +180,7 @@ class MessageDecoder:
         return table
 
     def _texts(self, payloads: list[dict[bytes, bytes]]) -> DecodedRows:
-        """Decode messages with a text per column."""
+        """Decode messages with a string per column."""
         columns: dict[str, list[Any]] = {}
         problems: dict[int, str] = {}
         for name in self._columns:
@@ -279,10 +279,10 @@ def _arrow_type(name: str) -> Any:
 
 
 def _value_of_text(text: str, kind: str | None) -> Any:
-    """Convert a text to a value of a kind. None: a number if it is one.
+    """Convert a string to a value of a kind. None: a number if possible.
 
     Raises:
-        ValueError: the text is no such value.
+        ValueError: the string cannot be converted.
     """
     if kind in ("text", "time"):
         return text

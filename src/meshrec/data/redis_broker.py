@@ -11,7 +11,7 @@ from meshrec.data.brokers import (
     Payload,
     RecordId,
     Records,
-    gone,
+    removed_records,
     sizes,
     split_address,
 )
@@ -103,9 +103,11 @@ class RedisBroker(Broker):
         """
         last = self._last[name]
         first = self._answer(lambda: self._client.xrange(name, count=1))
-        if last != self.start and (not first or _numbers(first[0][0].decode()) > _numbers(last)):
+        if last != self.start and (
+            not first or _time_and_sequence(first[0][0].decode()) > _time_and_sequence(last)
+        ):
             first_id = first[0][0].decode() if first else "none"
-            raise gone(
+            raise removed_records(
                 self, name, last, f"the stream was trimmed or deleted, and its first ID is now {first_id}"
             )
 
@@ -149,7 +151,7 @@ def _payload(fields: list[bytes]) -> Payload:
     return dict(zip(fields[::2], fields[1::2], strict=True))
 
 
-def _numbers(entry: str) -> tuple[int, int]:
+def _time_and_sequence(entry: str) -> tuple[int, int]:
     """Return both numbers of an ID, by which IDs are ordered."""
     milliseconds, _, sequence = entry.partition("-")
     return int(milliseconds), int(sequence)

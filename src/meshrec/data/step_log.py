@@ -82,7 +82,7 @@ class StepLog:
             file.writelines(_lines([{"step_rows": self._step_rows}, *self._positions]))
 
     def _read(self) -> tuple[int, list[Position]]:
-        """Return the rows per step, and the positions; 0 and no positions if there is no file."""
+        """Return the rows per step, and the positions; 0 and no positions without a file."""
         try:
             # The last line is incomplete if the process was killed; its step was not handed out.
             *lines, _ = self._path.read_bytes().split(b"\n")

@@ -78,7 +78,13 @@ class _Partition:
         self.num_rows += num_rows
 
     def position(self, num: int, row: int, keys: Ints) -> list[Any]:
-        """Return the position after ``num`` records, and ``row`` rows that are taken of the next one."""
+        """Return the position after some records and rows.
+
+        Args:
+            num: number of records.
+            row: number of rows that are taken of the next record.
+            keys: keys of the records, see `keys`.
+        """
         if num == 0:
             return [self.last, self.row + row, self.key]
         return [self.records.ids[num - 1], row, int(keys[num - 1])]
@@ -246,15 +252,15 @@ class StepPlanner:
         # The last record may have more rows, and some have none.
         taken = np.minimum(merged.num_rows, num_rows - starts)
         is_taken = taken > 0
-        numbers, indices = merged.partitions[is_taken].tolist(), merged.indices[is_taken].tolist()
+        partitions, indices = merged.partitions[is_taken].tolist(), merged.indices[is_taken].tolist()
         parts = [self._partitions[name] for name in merged.names]
         consumed = np.array([part.row for part in parts])
-        runs.partitions.extend([merged.names[number] for number in numbers])
-        pairs = list(zip(numbers, indices, strict=True))
-        runs.ids.extend([parts[number].records.ids[index] for number, index in pairs])
-        runs.times.extend([parts[number].records.times[index] for number, index in pairs])
-        runs.payloads.extend([parts[number].records.payloads[index] for number, index in pairs])
-        runs.record_rows.extend([parts[number].num_rows[index] for number, index in pairs])
+        runs.partitions.extend([merged.names[partition] for partition in partitions])
+        pairs = list(zip(partitions, indices, strict=True))
+        runs.ids.extend([parts[partition].records.ids[index] for partition, index in pairs])
+        runs.times.extend([parts[partition].records.times[index] for partition, index in pairs])
+        runs.payloads.extend([parts[partition].records.payloads[index] for partition, index in pairs])
+        runs.record_rows.extend([parts[partition].num_rows[index] for partition, index in pairs])
         runs.first_rows.extend(
             np.where(merged.indices == 0, consumed[merged.partitions], 0)[is_taken].tolist()
         )

@@ -216,5 +216,5 @@ def _entropy(sums: BinarySums, earlier: Tensor) -> float | None:
     before = BinarySums(*earlier[:NUM_SUMS].tolist())
     if not before.labels > 0 or not before.negatives > 0:
         return None
-    rate, others = before.labels / before.weight, before.negatives / before.weight
-    return -(sums.labels * math.log(rate) + sums.negatives * math.log(others)) / sums.weight
+    rate, negative_rate = before.labels / before.weight, before.negatives / before.weight
+    return -(sums.labels * math.log(rate) + sums.negatives * math.log(negative_rate)) / sums.weight

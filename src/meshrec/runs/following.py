@@ -48,7 +48,7 @@ def check_source(recipe: Recipe, earlier: RunFolder | None) -> None:
     if earlier is None:
         return
     features, before = source.features, features_of(earlier)
-    names, names_before = ([feature.name for feature in each.features] for each in (features, before))
+    names, names_before = ([feature.name for feature in fitted.features] for fitted in (features, before))
     differing = [*(set(names) ^ set(names_before)), *features.changed_since(before)]
     if names != names_before or differing:
         raise ValueError(
@@ -116,7 +116,7 @@ class StreamRun(RankRun):
         return features if features.is_fitted and source.fitted is None else source.fit()
 
     def _extend(self, trainer: Any, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Add nothing: there is no data to explain or refit the run on."""
+        """Add nothing, because explanations and refits need data."""
 
     def _results(self, trainer: Any) -> dict[str, Any]:
         """Return no results of evaluations: the metrics of a stream are in the metrics lines."""

@@ -8,7 +8,7 @@ from meshrec.data import Position, streams
 
 
 class RunProgress:
-    """Progress of a run, whatever its data: steps, samples, training time, and what was published.
+    """Progress of a run, whatever its data: steps, samples, training time, and the last published delta.
 
     Attributes:
         step: number of finished steps.

@@ -61,7 +61,7 @@ class StreamTrainer:
         stream: the stream.
         ranks: the ranks, from `join`.
         name: display name of the stream.
-        options: intervals, and what is kept.
+        options: intervals, and how long files are kept.
         folder: run folder; None: nothing is stored.
         observer: called with the events of the run. May be given on some ranks only.
         stop: the user's request to stop.
@@ -317,7 +317,7 @@ class StreamTrainer:
             self.saver.folder.remove_lines_before(now - 86400 * options.keep_metric_days)
 
     def _remarks(self) -> Iterator[str]:
-        """Yield what the user should know before the first step."""
+        """Yield remarks for the user before the first step."""
         if self.precision.reason is not None:
             yield self.precision.reason
         is_new = not self.progress.step and not self._is_warm
