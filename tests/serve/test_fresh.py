@@ -263,6 +263,14 @@ def test_a_server_says_how_old_the_latest_event_in_its_weights_is(packages, tmp_
     assert 45 < float(values['meshrec_event_to_served_seconds_sum{model="clicks"}']) < 300
 
 
+def test_deltas_of_another_run_are_refused_whatever_their_steps(toy, tmp_path):
+    publish(tmp_path, 1, run="other", step=3, since=0)
+    deltas = deltas_of(toy, tmp_path)
+    apply_deltas(deltas)
+    assert deltas.freshness.delta is None
+    assert "belongs to run 'other'" in deltas.freshness.reason
+
+
 def test_without_deltas_there_is_no_way_back(packages):
     with running({"clicks": packages[0]}) as server:
         client = Client(server.url)

@@ -61,8 +61,8 @@ class ServeOptions:
     warm_up: Path | None = None
     """File of samples, a JSON object per line, scored before a model is ready; none: random samples."""
     deltas: Words = ()
-    """Deltas (changed weights) to apply to a model, as NAME=RUN or NAME=FOLDER. A run with
-    --training.publish-every writes them to RUN/deltas.
+    """Deltas (changed weights) to apply to a model, as NAME=RUN or NAME=FOLDER. meshrec follow,
+    and meshrec train with --training.publish-every, write them to RUN/deltas.
     """
     token_file: Path | None = None
     """File with the bearer token required from clients; none: environment variable MESHREC_TOKEN, if set."""

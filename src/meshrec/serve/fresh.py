@@ -189,11 +189,7 @@ class Deltas:
             return None
         # There is a delta: look again after it has been applied.
         self._checked_mtime = None
-        if record.run != self._about.get("run"):
-            raise DeltaError(
-                f"delta {record.number} belongs to run {record.run[:100]!r}, the package to "
-                f"{self._about.get('run')!r}. Pass the deltas of the package's run."
-            )
+        self._check_run(record)
         # Raises if a delta between the last and this one is missing.
         check_follows(record, last, step)
         return record
@@ -208,15 +204,26 @@ class Deltas:
             last: last delta that the weights contain. None: it is not known, so `step` decides.
         """
         if last is None:  # the run had not published, or an earlier release exported the package
-            return next(
-                (candidate for candidate in delta_records(self._folder) if candidate.step > step), None
-            )
+            for candidate in delta_records(self._folder):
+                # Steps of different runs cannot be compared.
+                self._check_run(candidate)
+                if candidate.step > step:
+                    return candidate
+            return None
         available = delta_numbers(self._folder)
         # Only before the first delta is applied here; `check_follows` checks the later ones.
         if self._last is None and available:
             self._check_history(available, last)
         number = next((candidate for candidate in available if candidate > last.number), None)
         return None if number is None else read_record(self._folder, number)
+
+    def _check_run(self, record: DeltaRecord) -> None:
+        """Raise DeltaError if a delta belongs to another run than the package."""
+        if record.run != self._about.get("run"):
+            raise DeltaError(
+                f"delta {record.number} belongs to run {record.run[:100]!r}, the package to "
+                f"{self._about.get('run')!r}. Pass the deltas of the package's run, or export that run."
+            )
 
     def _check_history(self, available: Sequence[int], last: Published) -> None:
         """Raise DeltaError if the package's last delta and the deltas in the folder are from different runs.

@@ -151,6 +151,8 @@ class StreamTrainer:
         folder, is_resumed = self.saver.folder, self.saver.resume()
         if is_resumed and folder is not None and self.ranks.is_first:
             folder.remove_lines_after(self.progress.step, evaluated=False)
+        # Also the checkpoint from before the first step may have the weights of another run.
+        self._is_warm = self._is_warm or is_resumed
         return is_resumed
 
     def warm_start(
@@ -309,7 +311,8 @@ class StreamTrainer:
         """Remove deltas and metrics lines that are no longer kept, and records of the stream."""
         options, now = self._options, time.time()
         oldest = self.saver.oldest_progress
-        if oldest is not None:
+        # There is no position before the first step.
+        if oldest is not None and oldest["position"] is not None:
             self._stream.on_checkpoint(oldest["position"])
         if options.keep_delta_hours is not None:
             self.saver.remove_deltas_before(now - 3600 * options.keep_delta_hours)
