@@ -1,4 +1,5 @@
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,20 @@ def test_deltas_bring_weights_up_to_date_and_are_verified(ranks, tmp_path):
     (tmp_path / "00000001.json").rename(tmp_path / "00000003.json")
     with pytest.raises(DeltaError, match=r"delta 3.*1"):
         delta_records(tmp_path)
+
+
+def test_old_deltas_are_removed_before_one_that_is_kept(tmp_path):
+    published(tmp_path)  # deltas 1 and 2 of run "r"
+    (tmp_path / "notes.json").touch()
+    model, optimizer = models.make("mix")
+    models.train(model, optimizer, range(4))
+    publisher = DeltaPublisher(model, tmp_path, run="r", step=4)
+    models.train(model, optimizer, range(4, 5))
+    publisher.publish(5)
+    records = delta_records(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    publisher.remove_before(0.0, records[-1].published)
+    assert {path.name for path in tmp_path.iterdir()} == files
+    publisher.remove_before(time.time() + 60, records[1].published)
+    assert [record.number for record in delta_records(tmp_path)] == [2, 3]
+    assert {path.name for path in tmp_path.iterdir()} == {name for name in files if "00000001" not in name}

@@ -9,7 +9,10 @@ from prometheus_client.mmap_dict import MmapedDict
 
 from meshrec.serve.metrics import SHARED, Metrics
 
-USE_ALL = "m = Metrics(); m.record_cache('a', type('K', (), {'hits': 1, 'misses': 0, 'num_bytes': 1}));"
+USE_ALL = (
+    "m = Metrics(); m.record_cache('a', type('K', (), {'hits': 1, 'misses': 0, 'num_bytes': 1})); "
+    "m.record_freshness('a', 1.0);"
+)
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def test_room_is_reserved_before_files_are_mapped(shared):
     Metrics(num_models=3)
     files = sorted(shared.iterdir())
     assert [path.name for path in files] == [
-        f"{kind}_{os.getpid()}.db" for kind in ("counter", "gauge_livesum", "histogram")
+        f"{kind}_{os.getpid()}.db" for kind in ("counter", "gauge_livemin", "gauge_livesum", "histogram")
     ]
     for path in files:
         size = path.stat().st_size
@@ -45,6 +48,7 @@ def test_every_kind_of_metric_has_its_reserved_file(run_code):
         done = run_code(code.replace("Metrics();", USE_ALL), **{SHARED: folder, "D": folder})
     assert sorted(name.rpartition("_")[0] for name in done.stdout.split()) == [
         "counter",
+        "gauge_livemin",
         "gauge_livesum",
         "histogram",
     ]

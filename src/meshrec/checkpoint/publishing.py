@@ -19,7 +19,7 @@ from meshrec.checkpoint.delta_files import (
     read_delta,
     read_record,
 )
-from meshrec.durable import sealed, sha256_of, write_durably
+from meshrec.durable import remove_named, sealed, sha256_of, write_durably
 from meshrec.model_parallel import DistributedModelParallel
 
 _log = logging.getLogger(__name__)
@@ -151,9 +151,8 @@ class DeltaPublisher:
                 if read_record(self._folder, number).run != self._run:
                     continue
                 # The record last: without it, the other files would never be found.
-                for kind in KINDS:
-                    (self._folder / delta_name(number, kind)).unlink(missing_ok=True)
-                record_path.unlink()
+                names = [delta_name(number, kind) for kind in KINDS]
+                remove_named(self._folder, [*names, record_path.name])
             except (OSError, DeltaError) as error:
                 _log.warning("delta %d is not removed: %s", number, error)
 
