@@ -281,8 +281,8 @@ class Train:
 
 
 @contextlib.contextmanager
-def written(server, num, seed, *, is_restarted=False):
-    """Write rows to three streams in random pieces, while the context lasts; maybe restart the server."""
+def written(server, num, seed):
+    """Write rows to three streams in random pieces, while the context lasts."""
     stopped = threading.Event()
 
     def write():
@@ -293,9 +293,6 @@ def written(server, num, seed, *, is_restarted=False):
             server.add(rng.choice("abc"), pending[:count])
             del pending[:count]
             time.sleep(0.001)
-            if is_restarted and rng.random() < 0.1:
-                server.kill()
-                server.start()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -309,7 +306,7 @@ def written(server, num, seed, *, is_restarted=False):
 @pytest.mark.parametrize("kill_at", [1, 6, 11])
 def test_killed_steps_are_repeated_with_the_same_records(redis_server, tmp_path, kill_at):  # noqa: F811
     train = Train(redis_server.address("a", "b", "c"), tmp_path, 12, 240)
-    with written(redis_server, 240, kill_at, is_restarted=True):
+    with written(redis_server, 240, kill_at):
         train.run_killed(kill_at)
         train.run_killed(kill_at + 3)
         train.run()
