@@ -172,7 +172,7 @@ class LabelJoin:
 
     Records that lead to no row are counted in ``counts``. An impression is a duplicate while the window of an
     earlier one with the same key has not ended. An action is repeated if its impression has an action
-    already, and unmatched if there is no impression. Late and invalid records (key or time is null, or the
+    already, and unmatched without an impression. Late and invalid records (key or time is null, or the
     time is before 1751 or after 2188) are left out.
 
     Args:

@@ -311,7 +311,7 @@ class StreamTrainer:
         """Remove deltas and metrics lines that are no longer kept, and records of the stream."""
         options, now = self._options, time.time()
         oldest = self.saver.oldest_progress
-        # There is no position before the first step.
+        # Before the first step, the position is None.
         if oldest is not None and oldest["position"] is not None:
             self._stream.on_checkpoint(oldest["position"])
         if options.keep_delta_hours is not None:
