@@ -116,12 +116,12 @@ function ticks(low, high, most = 5) {
   return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
 }
 // Curves over training: `lines` of [step, value] points, where a line with `dots` has a dot for each. In another
-// `unit`, points have seconds instead of steps.
+// `unit`, points have times instead of steps, on an axis `from` one time `to` another; by default, from 0 to the last point.
 // `perEpoch` steps are an epoch, if known, and `bestStep` and `marks` of [step, text] are drawn as vertical lines.
-function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [], unit = "step" } = {}) {
+function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [], unit = "step", from = 0, to = null } = {}) {
   if (!lines.length) return null;
   const width = 520, height = 270, left = 56, right = 16, top = 14, bottom = 46, all = lines.flatMap(line => line.points);
-  let x0 = 0, x1 = Math.max(...all.map(p => p[0])), y0 = Math.min(...all.map(p => p[1])), y1 = Math.max(...all.map(p => p[1]));
+  let x0 = from, x1 = to ?? Math.max(...all.map(p => p[0])), y0 = Math.min(...all.map(p => p[1])), y1 = Math.max(...all.map(p => p[1]));
   const pad = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1; y0 -= pad; y1 += pad;
   const x = v => left + (width - left - right) * (v - x0) / (x1 - x0 || 1), y = v => height - bottom - (height - top - bottom) * (v - y0) / (y1 - y0);
   const picture = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
@@ -140,7 +140,7 @@ function lineChart(title, lines, { perEpoch = 0, bestStep = 0, marks = [], unit 
     const at = x(bestStep);
     picture.append(element("line", { x1: at, x2: at, y1: top, y2: height - bottom, stroke: "var(--good)", "stroke-dasharray": "4 4" }), element("text", { x: at + (at > width / 2 ? -5 : 5), y: top + 8, "text-anchor": at > width / 2 ? "end" : "start", style: "fill:var(--good)" }, "best step"));
   }
-  for (const [step, text] of marks) if (step <= x1) picture.append(element("line", { x1: x(step), x2: x(step), y1: top, y2: height - bottom, stroke: "var(--dim)", "stroke-dasharray": "2 3" }, element("title", {}, `step ${step}: ${text}`)), element("text", { x: x(step) + 4, y: height - bottom - 6, style: "fill:var(--dim)" }, text));
+  for (const [step, text] of marks) if (step >= x0 && step <= x1) picture.append(element("line", { x1: x(step), x2: x(step), y1: top, y2: height - bottom, stroke: "var(--dim)", "stroke-dasharray": "2 3" }, element("title", {}, `step ${step}: ${text}`)), element("text", { x: x(step) + 4, y: height - bottom - 6, style: "fill:var(--dim)" }, text));
   for (const line of lines) {
     const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     if (!line.dotsOnly) picture.append(element("path", { d: path, fill: "none", stroke: line.color, "stroke-width": 2, "stroke-linejoin": "round" }));

@@ -14,8 +14,8 @@ def to_page(script: str, data: Any) -> str:
             components in ``page.js``.
         data: JSON types, which the script reads as the variable ``data``.
     """
-    # "</" in a name would end the script element.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # "</script" in a name would end the script element, and "<!--<script" would keep it open.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Template(_read("page.html")).substitute(
         style=_read("page.css"), data=text, shared=_read("page.js"), script=_read(script)
     )

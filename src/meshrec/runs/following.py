@@ -2,7 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from meshrec.comms.agreement import together
 from meshrec.data.encoding import Encoding
@@ -11,9 +14,10 @@ from meshrec.data.locations import without_secrets
 from meshrec.data.open_stream import open_stream, stream_dataset
 from meshrec.runs.fitting import features_in, features_of
 from meshrec.runs.job import Job
+from meshrec.runs.live_page import live_page
 from meshrec.runs.same_start import compare_ranks, describe_dataset
 from meshrec.runs.worker import RankRun, run_rank
-from meshrec.train.observers import Observer
+from meshrec.train.observers import Observer, Reported
 from meshrec.train.recipe import RawSource, Recipe, TableSource
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.stopping import StopRequest
@@ -60,6 +64,18 @@ def check_source(recipe: Recipe, earlier: RunFolder | None) -> None:
 
 class StreamRun(RankRun):
     """Training run on a stream, on one rank. Arguments are those of `RankRun`."""
+
+    @override
+    def run(self) -> dict[str, Any]:
+        options = self._job.stream_options
+        assert options is not None
+        with ExitStack() as stack:
+            if options.page is not None:
+                with together(self._ranks.axis, "opening the page"):
+                    if self._ranks.is_first:
+                        page = live_page(self._folder, options.page, server=options.page_server)
+                        self._notify(Reported(f"page: {stack.enter_context(page)}"))
+            return super().run()
 
     def _make_trainer(self, stop: StopRequest) -> StreamTrainer:
         job = self._job

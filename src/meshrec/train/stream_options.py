@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
+_MAY_BE_ZERO = ("page",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,25 @@ class StreamOptions:
     alarm_webhook: str | None = None
     """HTTP address that receives alarms as JSON; none: they are only logged."""
 
+    page: int | None = None
+    """Port of a web page about the run, at 127.0.0.1 of rank 0's host; 0: any free port; none: no page."""
+    page_server: str | None = None
+    """Freshness address of a server, whose state the page shows:
+    http://localhost:8080/v2/models/MODEL/freshness. None: the page shows no server.
+    """
+
     def __post_init__(self) -> None:
         for field in fields(StreamOptions):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not value > 0:
+            if isinstance(value, int | float) and not value > 0 and field.name not in _MAY_BE_ZERO:
                 raise ValueError(f"{field.name} is {value}; it must be above 0. Take {field.default or 60}.")
         if self.calibration_limit is not None and not self.calibration_limit > 1:
             raise ValueError(
                 f"calibration_limit is {self.calibration_limit}; it is a factor above 1. Take 1.5."
             )
-        if self.alarm_webhook is not None and not self.alarm_webhook.startswith(("http://", "https://")):
-            raise ValueError(
-                f"alarm_webhook is {self.alarm_webhook}; it must start with http:// or https://."
-            )
+        for name in ("alarm_webhook", "page_server"):
+            address = getattr(self, name)
+            if address is not None and not address.startswith(("http://", "https://")):
+                raise ValueError(f"{name} is {address}; it must start with http:// or https://.")
+        if self.page is not None and not 0 <= self.page < 1 << 16:
+            raise ValueError(f"page is {self.page}; a port is from 0 to {(1 << 16) - 1:,}. Take 0 for any.")
