@@ -25,7 +25,7 @@ sys.stdin.read()
 
 
 class RedisServer:
-    """A server that listens on a socket in its folder, and keeps what it has when it is killed."""
+    """A server that listens on a socket in its folder. If it is killed, it keeps all that it acknowledged."""
 
     def __init__(self, folder):
         if shutil.which("redis-server") is None:
@@ -35,6 +35,8 @@ class RedisServer:
 
     def start(self):
         options = ["--port", "0", "--unixsocket", "socket", "--save", "", "--appendonly", "yes"]
+        # By default, it acknowledges entries before it writes them while another write is synced to disk.
+        options += ["--appendfsync", "always"]
         with open(self.folder / "log", "ab") as log:
             command = ["redis-server", *options, "--dir", str(self.folder)]
             self.process = subprocess.Popen(command, stdout=log, cwd=self.folder)

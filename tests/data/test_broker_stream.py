@@ -23,6 +23,9 @@ from tests.data.broker_servers import kafka_cluster, redis_server  # noqa: F401
 from tests.data.test_messages import arrow_message
 
 NUM = 10_000
+# A process that is forked while another thread starts one would keep the pipe by which the latter tells that
+# it has started.
+_STARTING = threading.Lock()
 FEATURES = Features(
     labels=(Label(column="y"),),
     features=(Integer(name="id", num_embeddings=NUM), Number(name="x")),
@@ -252,7 +255,8 @@ class Train:
                 source.on_checkpoint(after)
 
     def run_killed(self, kill_at):
-        pid = os.fork()
+        with _STARTING:
+            pid = os.fork()
         if not pid:
             try:
                 self.run(kill_at)
@@ -281,8 +285,8 @@ class Train:
 
 
 @contextlib.contextmanager
-def written(server, num, seed):
-    """Write rows to three streams in random pieces, while the context lasts."""
+def written(server, num, seed, *, is_restarted=False):
+    """Write rows to three streams in random pieces, while the context lasts; maybe restart the server."""
     stopped = threading.Event()
 
     def write():
@@ -293,6 +297,10 @@ def written(server, num, seed):
             server.add(rng.choice("abc"), pending[:count])
             del pending[:count]
             time.sleep(0.001)
+            if is_restarted and rng.random() < 0.1:
+                server.kill()
+                with _STARTING:
+                    server.start()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -306,7 +314,7 @@ def written(server, num, seed):
 @pytest.mark.parametrize("kill_at", [1, 6, 11])
 def test_killed_steps_are_repeated_with_the_same_records(redis_server, tmp_path, kill_at):  # noqa: F811
     train = Train(redis_server.address("a", "b", "c"), tmp_path, 12, 240)
-    with written(redis_server, 240, kill_at):
+    with written(redis_server, 240, kill_at, is_restarted=True):
         train.run_killed(kill_at)
         train.run_killed(kill_at + 3)
         train.run()

@@ -96,6 +96,42 @@ def test_trimmed_entries_are_an_error_unless_they_were_read(redis_server):  # no
         read_after("20-1")
 
 
+def test_a_server_that_dies_between_two_requests_loses_no_entry(redis_server, monkeypatch):  # noqa: F811
+    for name in ("a", "b"):
+        redis_server.add(name, [{"n": n} for n in range(3)], ids_of(range(1, 4)))
+    # Its position is missing, so the stream is looked at more closely.
+    redis_server.client.xdel("b", "2-1")
+    broker = RedisBroker(redis_server.address("a", "b"))
+    broker.seek({"a": "1-1", "b": "2-1"})
+    with monkeypatch.context() as patch:
+        execute = type(redis_server.client.pipeline()).execute
+
+        def killed(pipeline):
+            answers = execute(pipeline)
+            redis_server.kill()
+            return answers
+
+        patch.setattr(type(redis_server.client.pipeline()), "execute", killed)
+        with pytest.raises(BrokerAwayError):
+            broker.read(["a", "b"], 1000)
+    redis_server.start()
+    assert read_all(broker, ["a", "b"]) == {"a": ids_of([2, 3]), "b": ids_of([3])}
+
+
+def test_entries_that_the_server_lost_after_they_were_read_are_an_error(redis_server):  # noqa: F811
+    redis_server.add("a", [{"n": n} for n in range(3)], ids_of(range(1, 4)))
+    broker = RedisBroker(redis_server.address("a"))
+    broker.seek({"a": "3-1"})
+    redis_server.client.xdel("a", "3-1")
+    assert broker.read(["a"], 1000) == {}
+    # As if the server had died before it wrote the entry: it may give this ID again.
+    redis_server.client.execute_command("XSETID", "a", "2-1")
+    with pytest.raises(DataError, match=r"'a' was read up to 3-1.* 2-1"):
+        broker.read(["a"], 1000)
+    redis_server.client.delete("a")
+    assert broker.read(["a"], 1000) == {}
+
+
 def test_addresses_have_secrets_that_are_not_shown(redis_server, monkeypatch, caplog):  # noqa: F811
     caplog.set_level(logging.DEBUG)
     redis_server.client.execute_command("ACL", "SETUSER", "eve", "on", ">hunter2", "~*", "+@all")

@@ -113,6 +113,15 @@ def test_records_of_partitions_are_merged_by_time():
     assert position == {"a": [2, 0, 30], "b": [2, 0, 30]}
 
 
+@pytest.mark.parametrize("ids", [[1, 3], ["9-1", "10-0"]])
+def test_a_logged_record_that_the_broker_lost_is_not_waited_for(ids):
+    lost = ids[0]
+    planner = StepPlanner({"a": [-1, 0, 0]}, 1, [{"a": [lost, 0, 0]}])
+    planner.add("a", Records(ids[1:], [0], [b""]), [1])
+    with pytest.raises(DataError, match=f"{lost}"):
+        planner.plan()
+
+
 def test_changed_records_cannot_be_repeated():
     planner = StepPlanner({"a": [-1, 0, 0]}, 2, [{"a": [1, 0, 0]}])
     planner.add("a", Records([0, 1], [0, 0], [b"", b""]), [1, 2])

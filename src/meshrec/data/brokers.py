@@ -78,6 +78,11 @@ class Broker(ABC):
         """Close the connection. A later call opens another, which reads no partitions yet."""
 
 
+def id_order(record: RecordId) -> tuple[int, ...]:
+    """Return the numbers of an ID, by which the IDs of a partition are ordered."""
+    return tuple(map(int, record.split("-"))) if isinstance(record, str) else (record,)
+
+
 def removed_records(broker: Broker, partition: str, last: RecordId, reason: str) -> DataError:
     """Create the error for records that a broker has deleted before they were read.
 

@@ -11,6 +11,7 @@ from meshrec.data.brokers import (
     Payload,
     RecordId,
     Records,
+    id_order,
     removed_records,
     sizes,
     split_address,
@@ -87,26 +88,39 @@ class RedisBroker(Broker):
         records = {}
         for number, name in enumerate(partitions):
             entries, last = answers[2 * number : 2 * number + 2]
+            if not last and self._last[name] != self.start:
+                self._check_stream(name, is_read=bool(entries))
             if entries:
-                if not last:
-                    self._check_trimmed(name)
                 records[name] = _records(entries)
-                self._entry_bytes[name] = sum(sizes(records[name].payloads)) / len(entries) + 1
-                self._last[name] = entries[-1][0].decode()
+        # Not before all checks: if the server is away, the caller repeats the request for all streams.
+        for name, some in records.items():
+            self._entry_bytes[name] = sum(sizes(some.payloads)) / len(some.ids) + 1
+            self._last[name] = str(some.ids[-1])
         return records
 
-    def _check_trimmed(self, name: str) -> None:
-        """Raise DataError if entries after the last one that was read may have been trimmed.
+    def _check_stream(self, name: str, *, is_read: bool) -> None:
+        """Raise DataError if entries were trimmed before they were read, or lost after they were read.
 
-        The last entry itself is not in the stream. If an earlier entry is, then only single entries have been
-        deleted by the producer (XDEL), as trimming takes the first entries.
+        The last entry that was read is not in the stream. If an earlier entry is, then only single entries
+        have been deleted by the producer (XDEL), as trimming takes the first entries.
+
+        Args:
+            name: stream name.
+            is_read: whether later entries are in the stream.
         """
         last = self._last[name]
-        first = self._answer(lambda: self._client.xrange(name, count=1))
-        if last != self.start and (
-            not first or _time_and_sequence(first[0][0].decode()) > _time_and_sequence(last)
-        ):
-            first_id = first[0][0].decode() if first else "none"
+        if not self._answer(lambda: self._client.exists(name)):
+            return  # deleted, or not loaded: there are no entries to miss
+        stream = self._answer(lambda: self._client.xinfo_stream(name))
+        first, newest = stream["first-entry"], stream["last-generated-id"].decode()
+        if id_order(newest) < id_order(last):
+            raise DataError(
+                f"{self.name}: {name!r} was read up to {last}, and its last ID is now {newest}. The server "
+                "has lost entries, and may give new ones IDs that were read already. Let it have `appendonly "
+                "yes` and `appendfsync always`, and resume the run when the stream has later IDs."
+            )
+        if is_read and (first is None or id_order(first[0].decode()) > id_order(last)):
+            first_id = "none" if first is None else first[0].decode()
             raise removed_records(
                 self, name, last, f"the stream was trimmed or deleted, and its first ID is now {first_id}"
             )
@@ -149,9 +163,3 @@ def _payload(fields: list[bytes]) -> Payload:
     if len(fields) == 2 and fields[0] in (b"json", b"arrow"):
         return fields[1]
     return dict(zip(fields[::2], fields[1::2], strict=True))
-
-
-def _time_and_sequence(entry: str) -> tuple[int, int]:
-    """Return both numbers of an ID, by which IDs are ordered."""
-    milliseconds, _, sequence = entry.partition("-")
-    return int(milliseconds), int(sequence)

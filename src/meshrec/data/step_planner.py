@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.brokers import Payload, RecordId, Records
+from meshrec.data.brokers import Payload, RecordId, Records, id_order
 from meshrec.data.faults import DataError
 from meshrec.data.samples import Ints
 from meshrec.data.streams import Position
@@ -106,9 +106,18 @@ class _Partition:
         """Return the number of records before a position, and of rows that it takes of the next one.
 
         None: these records have not arrived.
+
+        Raises:
+            DataError: later records have arrived, so these never will.
         """
         last, row, _ = position
         if last != self.last and last not in self.records.ids:
+            if self.records.ids and id_order(self.records.ids[-1]) > id_order(last):
+                raise DataError(
+                    f"the step log has record {last}, which the broker lacks: it has {self.records.ids[-1]}. "
+                    "The record was deleted, or the broker lost it in a crash. Remove the step log to go on "
+                    "from the position alone."
+                )
             return None
         num = 0 if last == self.last else self.records.ids.index(last) + 1
         row -= self.row if num == 0 else 0
