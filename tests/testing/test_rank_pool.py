@@ -57,6 +57,33 @@ def test_a_late_answer_is_not_taken_for_another():
         assert pool.run(rank_and_size, 0) == [(0, 2), (1, 2)]
 
 
+def process_id():
+    return os.getpid()
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_are_stopped_between_calls(ranks):
+    pids = ranks(2).run(process_id)
+    while not all(map(is_stopped, pids)):
+        time.sleep(0.01)
+    assert ranks(2).run(process_id) == pids
+
+
+def test_stopped_processes_notice_the_end_of_the_process_of_the_pool():
+    with RankPool(2, timeout_seconds=30) as pool:
+        pool.run(process_id)
+        # The kernel closes these when it ends, however that may be.
+        for end in (*pool._pipes, pool._watcher.stdin):
+            end.close()
+        for process in pool._processes:
+            process.join(60)
+            assert process.exitcode == 0
+
+
 def test_functions_of_a_notebook_are_found_in_the_file_of_the_main_program(ranks, tmp_path, monkeypatch):
     main = types.ModuleType("__main__")
     main.__file__ = str(tmp_path / "cells.py")

@@ -8,11 +8,14 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import os
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +61,8 @@ PRELOADED = (
 # Process groups per rank above which the pool starts new processes: every gloo group has a thread waking
 # up 100 times a second. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
+# Waits for the end of the pool's process, and lets stopped ranks go on, so that they notice this end, too.
+_WATCHER = 'cat > /dev/null; kill -CONT "$@" 2> /dev/null'
 
 
 class RankError(RuntimeError):
@@ -70,7 +75,8 @@ class RankPool:
     ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
     Ranks import the function by file and name, so tests can pass functions defined in a test file. Arguments
     and results are pickled. The pool starts new processes after functions have created many process groups or
-    destroyed the default group.
+    destroyed the default group. Between calls all processes are stopped (SIGSTOP), with any threads that
+    functions have started.
 
     Args:
         world_size: Number of ranks.
@@ -94,6 +100,8 @@ class RankPool:
         self._timeout = timeout_seconds
         self._preload = [*PRELOADED, *preload]
         self._start()
+        # At exit multiprocessing waits for processes that it has terminated: stopped ones would never end.
+        util.Finalize(None, self._signal, (signal.SIGCONT,), exitpriority=0)
 
     def _start(self) -> None:
         """Start all processes. Does not wait until they have joined the process group."""
@@ -118,6 +126,9 @@ class RankPool:
         # Close the ranks' ends here, so a rank's death closes its pipe.
         for _, theirs in pairs:
             theirs.close()
+        pids = [str(process.pid) for process in self._processes]
+        # From ``_start`` until ``_kill``.
+        self._watcher = subprocess.Popen(["sh", "-c", _WATCHER, "sh", *pids], stdin=subprocess.PIPE)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(*args)`` on every rank, and return the results by rank.
@@ -133,6 +144,7 @@ class RankPool:
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send(task)
         outcomes: dict[int, _Outcome] = {}
@@ -157,6 +169,9 @@ class RankPool:
         # After a timeout, a late answer could be mistaken for the next call's.
         if lost or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
+        else:
+            # A process with ten groups takes a tenth of a core while it waits.
+            self._signal(signal.SIGSTOP)
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
         ]
@@ -166,12 +181,21 @@ class RankPool:
 
     def close(self) -> None:
         """Stop all processes. A later call to ``run`` would start new ones."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
             process.join(5.0)
         self._kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes that still run."""
+        for process in self._processes:
+            if process.is_alive():
+                assert process.pid is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _kill(self) -> None:
         """Kill all processes that still run, and remove the folder with the FileStore that they shared."""
@@ -181,6 +205,8 @@ class RankPool:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
+        if self._processes:
+            self._watcher.communicate()
         self._processes, self._pipes = [], []
         remove_scratch(self._folder)
 
