@@ -69,6 +69,40 @@ def test_a_delta_takes_back_what_is_done_again(ranks, tmp_path):
         assert torch.equal(before[name], tensor), name
 
 
+def held(folder):
+    """Deltas of a training that saves a checkpoint without a delta, and goes on from it; as `published`."""
+    model, optimizer = models.make("mix")
+    models.train(model, optimizer, range(1))
+    before, kept = state(model), {"model": model, "tables": model.fused_optimizer, "dense": optimizer}
+    first = DeltaPublisher(model, folder / "deltas", run="r", step=1)
+    models.train(model, optimizer, range(1, 2))
+    first.publish(2)
+    for step in range(2, 5):
+        models.train(model, optimizer, range(step, step + 1))
+        save(folder / f"step{step}", kept)
+        repeated = first.unpublished_ids()
+    load(folder / "step4", kept)
+    # Held back, killed and continued twice.
+    second = DeltaPublisher(model, folder / "deltas", run="r", step=2, after=first.last, unpublished=repeated)
+    models.train(model, optimizer, range(5, 6))
+    repeated = second.unpublished_ids()
+    third = DeltaPublisher(model, folder / "deltas", run="r", step=2, after=first.last, unpublished=repeated)
+    assert not third.is_current(6)
+    third.publish(6)
+    assert third.is_current(6)
+    return before, state(model)
+
+
+def test_changes_of_a_checkpoint_without_a_delta_are_in_the_next_delta(ranks, tmp_path):
+    before, after = ranks(2).run(held, tmp_path)[0]
+    records = verify_deltas(tmp_path / "deltas")
+    assert [(record.since, record.step) for record in records] == [(1, 2), (2, 6)]
+    for record in records:
+        put(before, read_delta(tmp_path / "deltas", record))
+    for name, tensor in after.items():
+        assert torch.equal(before[name], tensor), name
+
+
 def test_deltas_go_on_where_those_before_were_taken_away(tmp_path):
     model, optimizer = models.make("rw")
     publisher = DeltaPublisher(model, tmp_path, run="r", step=5, after=Published(7, "x"))

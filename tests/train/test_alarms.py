@@ -7,8 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshrec.train.alarms import CalibrationAlarm
+from meshrec.train.alarms import Alarms
 from meshrec.train.observers import Logged
+from meshrec.train.progress import StreamProgress
 from meshrec.train.stream_options import StreamOptions
 
 
@@ -42,26 +43,43 @@ def test_an_alarm_begins_and_ends_once(webhook):
     address, received = webhook
     events = []
     options = StreamOptions(calibration_limit=1.5, alarm_webhook=address)
-    alarm = CalibrationAlarm(options, "live", events.append)
+    alarms = Alarms(options, StreamProgress(), "live", events.append)
     for step, value in enumerate([1.0, 1.4, 1.6, 2.0, 1.2, 0.6]):
-        alarm.check(line(step, value))
+        alarms.check(line(step, value))
     lines = [event.line for event in events if isinstance(event, Logged)]
     assert [(each["step"], each["on"]) for each in lines] == [(2, True), (4, False), (5, True)]
-    assert alarm.is_on
+    assert "0.6" in alarms.reason
     sent = sorted((received.get(timeout=60) for _ in range(3)), key=lambda each: each["step"])
     assert [each["calibration@hour"] for each in sent] == [1.6, 1.2, 0.6]
     assert {each["run"] for each in sent} == {"live"}
 
 
 def test_few_samples_and_lines_without_calibration_change_nothing():
-    alarm = CalibrationAlarm(StreamOptions(calibration_limit=1.5), "live", lambda event: None)
-    alarm.check(line(1, 9.0, samples=999.0))
-    alarm.check({"kind": "train", "step": 2})
-    assert not alarm.is_on
+    alarms = Alarms(StreamOptions(calibration_limit=1.5), StreamProgress(), "live", None)
+    alarms.check(line(1, 9.0, samples=999.0))
+    alarms.check({"kind": "train", "step": 2})
+    assert not alarms.reason
+
+
+def test_a_resumed_run_has_the_alarms_of_its_checkpoint_unless_they_are_switched_off():
+    progress, resumed = StreamProgress(), StreamProgress()
+    options = StreamOptions(calibration_limit=1.5)
+    Alarms(options, progress, "live", None).check(line(1, 9.0))
+    resumed.load_state_dict(progress.state_dict())
+    events = []
+    alarms = Alarms(options, resumed, "live", events.append)
+    alarms.drop_disabled()
+    alarms.check(line(2, 9.0))
+    assert alarms.reason
+    assert not events
+    Alarms(StreamOptions(), resumed, "live", None).drop_disabled()
+    assert not alarms.reason
 
 
 def test_options_of_alarms_are_checked():
     with pytest.raises(ValueError, match="calibration_limit is 1"):
         StreamOptions(calibration_limit=1)
+    with pytest.raises(ValueError, match="on_alarm is 'stop'"):
+        StreamOptions(on_alarm="stop")
     with pytest.raises(ValueError, match="ftp://host"):
         StreamOptions(alarm_webhook="ftp://host")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.delta_files import DeltaError, Published, verify_deltas
-from meshrec.checkpoint.finding import find_checkpoint
+from meshrec.checkpoint.finding import Hold, find_checkpoint, read_hold
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.reading import read_manifest, verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
@@ -23,6 +23,7 @@ __all__ = [
     "DamagedCheckpointError",
     "DeltaError",
     "DeltaPublisher",
+    "Hold",
     "Manifest",
     "PendingSave",
     "Published",
@@ -34,6 +35,7 @@ __all__ = [
     "import_rows",
     "import_weights",
     "load",
+    "read_hold",
     "read_manifest",
     "save",
     "verify_data",

@@ -4,7 +4,7 @@ A delta contains these rows, so servers can follow training without loading whol
 ``delta_files.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +15,13 @@ from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.blocks import FileWriter, memory_of
 from meshrec.checkpoint.data_file import header_of
 from meshrec.comms.collectives import gather_objects
+from meshrec.distributed.routing import RoutedTable
 from meshrec.distributed.touched_rows import TouchedRows, is_alive
 from meshrec.durable import durable_file
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.ops.index import mix
 from meshrec.tables.hashed.admission import in_span
+from meshrec.tables.hashed.table import has_growable_rows
 from meshrec.tables.table import Table, read_weights
 
 # Changed rows in a table rectangle: IDs [U], first column, end column, rows [U, columns].
@@ -132,6 +134,38 @@ class RowTracker:
             self.first_step = since
         return counts
 
+    def changed_ids(self, since: int) -> dict[str, Tensor]:
+        """Return the IDs whose rows `export` would write or report as evicted. Collective.
+
+        Args:
+            since: update number, as for `export`.
+
+        Returns:
+            IDs by parameter name, int64, ascending, equal on all ranks. Tables without changes are missing.
+
+        Raises:
+            ValueError: as for `export`; raised on every rank.
+        """
+        axis = ranks_of(None)
+        local = agreed(axis, lambda: self._local_changed_ids(since), "finding changed rows")
+        names = dict.fromkeys(name for ids in local for name in ids)
+        united = {name: torch.cat([ids[name] for ids in local if name in ids]).unique() for name in names}
+        return {name: ids for name, ids in united.items() if len(ids)}
+
+    def _local_changed_ids(self, since: int) -> dict[str, Tensor]:
+        """Return the IDs of changed and evicted rows on this rank, by parameter name."""
+        self._check(since)
+        ids: dict[str, list[Tensor]] = {}
+        for name, touched, t, _ in self._tracked_tables():
+            # Evicted first, because this also takes over the evictions since the last update.
+            evicted = [rows.ids_of(keys) for rows, keys in touched.evicted(t, since, self.step)]
+            changed = [
+                rows.ids_of(keys) if has_growable_rows(rows) else keys
+                for rows, keys in touched.touched(t, since)
+            ]
+            ids[name] = [part.cpu() for part in (*evicted, *changed)]
+        return {name: torch.cat(parts).unique() for name, parts in ids.items() if parts}
+
     def _max_step(self) -> int:
         """Return the largest optimizer step over all tables, or 0 without tables."""
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
@@ -171,25 +205,28 @@ class RowTracker:
             Tuples (parameter name, rows, embedding dim).
         """
         changed = []
+        for name, touched, t, table in self._tracked_tables():
+            extra_ids = also.get(name)
+            # Only hashed tables have a seed, by which IDs are hashed to keys.
+            if table.mix_seed is not None:
+                local_rows = _hashed_rows(touched, t, since, self.step, extra_ids)
+            else:
+                local_rows = _LocalRows(
+                    [_fixed_rows(rows, keys, extra_ids) for rows, keys in touched.touched(t, since)], None
+                )
+            changed.append((name, local_rows, table.dim))
+        return changed
+
+    def _tracked_tables(self) -> Iterator[tuple[str, TouchedRows, int, RoutedTable]]:
+        """Yield the parameter name, touched rows, number and description of every tracked table."""
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
             for t, table in enumerate(module.built.routing.tables):
                 # A table without a fused optimizer has no parameter here, and is not tracked.
                 # A parameter is called ``<module dict>.<table>.weight``.
                 name = next((param for param in names if param.split(".")[-2] == table.name), None)
-                if name is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                touched, extra_ids = self._touched[path], also.get(full)
-                # Only hashed tables have a seed, by which IDs are hashed to keys.
-                if table.mix_seed is not None:
-                    local_rows = _hashed_rows(touched, t, since, self.step, extra_ids)
-                else:
-                    local_rows = _LocalRows(
-                        [_fixed_rows(rows, keys, extra_ids) for rows, keys in touched.touched(t, since)], None
-                    )
-                changed.append((full, local_rows, table.dim))
-        return changed
+                if name is not None:
+                    yield f"{path}.{name}" if path else name, self._touched[path], t, table
 
 
 class Exported(NamedTuple):

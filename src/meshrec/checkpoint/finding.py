@@ -3,8 +3,10 @@
 import logging
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.durable import DamageError, read_regular, unsealed
 
 _log = logging.getLogger(__name__)
 
@@ -12,10 +14,41 @@ CHECKPOINTS = "checkpoints"
 """Run subfolder with the last checkpoints, from which training resumes."""
 BEST = "best"
 """Run subfolder with the best weights on validation data."""
+HOLD = "hold.json"
+"""File in the folder of a run that holds back deltas; has the fields of `Hold`."""
+_MAX_HOLD_BYTES = 1 << 20
 # Folder names accepted for reading, with any number of digits.
 _NAME = re.compile(r"step-([0-9]+)")
 # Folder names written by `CheckpointManager`. Only these may be deleted as old checkpoints.
 _MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
+
+
+class Hold(NamedTuple):
+    """Since when and why a run holds back its weights from servers, although it goes on training.
+
+    Attributes:
+        step: step of the last checkpoint before the hold; None: there is none.
+        reason: the alarm that began the hold.
+    """
+
+    step: int | None
+    reason: str
+
+
+def read_hold(run: str | Path) -> Hold | None:
+    """Return since when and why a run holds back its weights; None if it does not.
+
+    Raises:
+        ValueError: the file cannot be read, or is damaged.
+    """
+    path = Path(run) / HOLD
+    try:
+        values = unsealed(read_regular(path, _MAX_HOLD_BYTES), HOLD, required=True)
+        return Hold(values["step"], values["reason"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, DamageError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Name a checkpoint instead of the run.") from error
 
 
 def step_name(step: int) -> str:
@@ -34,12 +67,13 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
 
     If ``path`` is a checkpoint, return it. If it is a folder with checkpoints, return the newest. If it is a
     run folder, return its reported weights: the best on validation data, or the last if the run
-    has no validation data. The refit on all rows (``--final all``) is the run ``PATH/final``.
+    has no validation data. While the run holds back its weights, these are the last from before. The refit
+    on all rows (``--final all``) is the run ``PATH/final``.
 
     Args:
         path: checkpoint, checkpoint folder, or run folder.
         step: return this step's checkpoint instead.
-        last: for a run folder, return the last checkpoint instead of the best.
+        last: for a run folder, return the last checkpoint instead of the best, also if it is held back.
 
     Raises:
         ValueError: no checkpoint matches. The message lists existing steps.
@@ -63,6 +97,15 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
             )
         return by_step[step]
     candidates = last_steps if (last and last_steps) or not best else best
+    hold = None if last else read_hold(path)
+    if hold is not None:
+        end = 0 if hold.step is None else hold.step + 1
+        candidates = {number: checkpoint for number, checkpoint in candidates.items() if number < end}
+        if not candidates:
+            raise ValueError(
+                f"{path} holds back its weights ({hold.reason}), and has no checkpoint from before. Wait for "
+                f"the end of the alarm, or name a step of {sorted(by_step)}."
+            )
     return candidates[max(candidates)]
 
 

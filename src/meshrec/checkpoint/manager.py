@@ -41,6 +41,9 @@ class CheckpointManager:
         store: folder in an object store for the checkpoints, if hosts have no shared folder; see [Note: how a
             checkpoint reaches a store].
 
+    Attributes:
+        retained: steps whose checkpoints are kept as well. Set by the user at any time.
+
     Raises:
         ValueError: ``keep_last`` or ``keep_every`` is below 1.
 
@@ -68,6 +71,7 @@ class CheckpointManager:
             )
         self.folder = Path(folder)
         self._keep_last, self._keep_every = keep_last, keep_every
+        self.retained: frozenset[int] = frozenset()
         self._group = group
         # Exactly one of both implementations is used for all accesses to existing checkpoints.
         self._stored: StoredCheckpoints | None = None
@@ -228,13 +232,14 @@ class CheckpointManager:
     def _remove_old(self, saved: int) -> None:
         """Remove the checkpoints of steps up to ``saved``, except for the checkpoints to keep.
 
-        Complete checkpoints are kept according to ``keep_last`` and ``keep_every``, incomplete ones never.
+        Complete checkpoints are kept according to ``keep_last``, ``keep_every`` and `retained`, incomplete
+        ones never.
         Called on rank 0 only. After a background save, called in the thread that completed the checkpoint.
         """
         # Steps after ``saved`` are kept: training may have returned to an earlier step.
         steps = {step: complete for step, complete in self._checkpoints.steps().items() if step <= saved}
         complete_steps = sorted(step for step, is_complete in steps.items() if is_complete)
-        retained = set(complete_steps[-self._keep_last :])
+        retained = {*complete_steps[-self._keep_last :], *self.retained.intersection(complete_steps)}
         if self._keep_every is not None:
             retained |= {step for step in complete_steps if step % self._keep_every == 0}
         for step in steps.keys() - retained:

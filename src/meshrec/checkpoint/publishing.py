@@ -1,6 +1,7 @@
 """Publish deltas (files with changed weights) during training; ``delta_files.py`` has the format."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -34,13 +35,17 @@ class DeltaPublisher:
         model: the model. From now on, the publisher records which rows of fused tables change.
         folder: folder for deltas. If it already has deltas, the next delta continues their numbers.
         run: run name, also stored in packages exported from the run's checkpoints.
-        step: training step of the model's weights.
+        step: training step up to which deltas have the changes of the model's weights: the value of
+            `published_step` when the weights were saved. Without ``unpublished``, the step of the weights.
         after: last delta contained in the model's weights, which is the value of `last` when the weights were
             saved. If None, this delta is unknown, and the next delta repeats the rows of all deltas after
             ``step``.
+        unpublished: the value of `unpublished_ids` when the weights were saved: IDs by table name whose
+            changes are in no delta. The next delta has their rows.
 
     Attributes:
         last: last published delta; None before the first.
+        published_step: training step at the last published delta.
 
     Raises:
         ValueError: the existing deltas cannot be continued; raised on every rank.
@@ -54,18 +59,23 @@ class DeltaPublisher:
         run: str,
         step: int,
         after: Published | None = None,
+        unpublished: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._folder, self._run = model, Path(folder), run
         # Records from now on. After resharding it raises, and needs a new publisher.
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
-        # Training step and optimizer update number at the last published delta.
-        self._step, self._updates = step, self._tracker.step
+        # Training step at the last published delta. Changes after this optimizer update, and the rows in
+        # `_ids_to_repeat`, are in no delta.
+        self.published_step, self._updates = step, self._tracker.step
 
         def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
             """Return the result of `_find_last_delta` on rank 0, and (None, {}) on all other ranks."""
             try:
-                return self._find_last_delta(step, after) if self._axis.rank == 0 else (None, {})
+                if self._axis.rank:
+                    return None, {}
+                last, later = self._find_last_delta(step, after)
+                return last, _merged(later, unpublished or {})
             except DeltaError as error:
                 raise ValueError(
                     f"the deltas of {self._folder} cannot be continued: {error} Or move the folder away, and "
@@ -73,7 +83,7 @@ class DeltaPublisher:
                 ) from error
 
         # `_ids_to_repeat` has, by table, IDs of rows that the next delta must contain even if they do not
-        # change: servers may have newer values for them. Cleared once that delta is published.
+        # change any more: servers have other values for them. Cleared once that delta is published.
         self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
 
     def publish(self, step: int, *, event_time: int | None = None) -> None:
@@ -90,7 +100,7 @@ class DeltaPublisher:
             CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
                 the changes.
         """
-        if step == self._step:
+        if step == self.published_step:
             return
         number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / delta_name(number, kind) for kind in KINDS)
@@ -112,7 +122,7 @@ class DeltaPublisher:
                 "format": FORMAT,
                 "number": number,
                 "run": self._run,
-                "since": self._step,
+                "since": self.published_step,
                 "step": step,
                 "event_time": event_time,
                 "rows": changed.rows,
@@ -129,7 +139,21 @@ class DeltaPublisher:
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
         # Only after success. After a failure, the next delta starts from the same step and has the same rows.
-        self._step, self._updates, self._ids_to_repeat = step, updates, {}
+        self.published_step, self._updates, self._ids_to_repeat = step, updates, {}
+
+    def is_current(self, step: int) -> bool:
+        """Return whether the deltas have all changes up to a training step."""
+        return step == self.published_step and not self._ids_to_repeat
+
+    def unpublished_ids(self) -> dict[str, Tensor]:
+        """Return the IDs whose changes since the last delta are in no delta, by table name. Collective.
+
+        A checkpoint stores them, so that servers get these changes from a run that continues from it.
+
+        Raises:
+            ValueError: the model was resharded; raised on every rank.
+        """
+        return _merged(self._tracker.changed_ids(self._updates), self._ids_to_repeat)
 
     def remove_before(self, seconds: float, retained: Published) -> None:
         """Remove this run's deltas that are older than a time. Not collective: rank 0 removes them.
@@ -210,3 +234,9 @@ class DeltaPublisher:
                 full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 tensors[name] = full.detach().cpu().contiguous()
         return tensors
+
+
+def _merged(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the distinct IDs of both arguments by table name, ascending."""
+    parts = {name: [ids[name] for ids in (first, second) if name in ids] for name in {**first, **second}}
+    return {name: torch.cat(tensors).unique() for name, tensors in parts.items()}

@@ -1,4 +1,4 @@
-"""Alarms of a run on a stream: the predictions have drifted from the labels."""
+"""Alarms of a run on a stream: predictions have drifted from labels, or feature values from earlier ones."""
 
 import json
 import logging
@@ -9,55 +9,92 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshrec.train.observers import Event, Logged, Reported
+from meshrec.train.progress import StreamProgress
 from meshrec.train.stream_options import StreamOptions
 
 _logger = logging.getLogger("meshrec.train")
 
-_METRIC, _SAMPLES = "calibration@hour", "samples@hour"
+_CALIBRATION, _SAMPLES = "calibration@hour", "samples@hour"
 _MIN_SAMPLES = 1000
 """Samples in the window below which calibration is mostly chance."""
 _TIMEOUT_SECONDS = 10.0
 
 
-class CalibrationAlarm:
-    """Alarm while the calibration of the last hour is off by more than a factor. Used on rank 0.
+class Alarms:
+    """Alarms while a metric of the last hour is outside its limits. Equal on all ranks; rank 0 reports them.
+
+    The alarms that last are in ``progress.alarms``, so that a resumed run neither forgets nor repeats them.
 
     Args:
-        options: has the factor, and the webhook.
+        options: has the limits, and the webhook.
+        progress: progress of the run.
         run: run name, for the webhook.
-        notify: passes events to the observers.
+        notify: passes events to the observers; None on all ranks but the first.
     """
 
-    def __init__(self, options: StreamOptions, run: str, notify: Callable[[Event], None]) -> None:
-        self._limit, self._webhook = options.calibration_limit, options.alarm_webhook
-        self._run, self._notify = run, notify
-        self.is_on = False
-        """Whether the alarm lasts."""
+    def __init__(
+        self,
+        options: StreamOptions,
+        progress: StreamProgress,
+        run: str,
+        notify: Callable[[Event], None] | None,
+    ) -> None:
+        self._options, self._progress, self._run, self._notify = options, progress, run, notify
+
+    @property
+    def reason(self) -> str:
+        """The alarms that last, as text; empty without any."""
+        return "; ".join(self._progress.alarms.values())
+
+    def drop_disabled(self) -> None:
+        """Drop the alarms of a resumed run whose limit the options do not have any more."""
+        limits = {_CALIBRATION: self._options.calibration_limit}
+        self._progress.alarms = {
+            metric: text for metric, text in self._progress.alarms.items() if limits.get(metric) is not None
+        }
 
     def check(self, line: Mapping[str, Any]) -> None:
-        """Look at a metrics line, and report if the alarm begins or ends.
+        """Look at a metrics line, and report each alarm that begins or ends.
 
         Args:
-            line: line of training metrics; without enough samples, it changes nothing.
+            line: line of training metrics, equal on all ranks as far as alarms read it; without enough
+                samples, it changes nothing.
         """
-        value = line.get(_METRIC)
-        if self._limit is None or value is None or line[_SAMPLES] < _MIN_SAMPLES:
+        limit, value = self._options.calibration_limit, line.get(_CALIBRATION)
+        if limit is not None and value is not None and line[_SAMPLES] >= _MIN_SAMPLES:
+            # A model that predicts nothing has the calibration 0.
+            is_on = not 1 / limit <= value <= limit
+            state = "is off by more than" if is_on else "is again within"
+            text = f"the {_CALIBRATION} is {value:.3f}, which {state} a factor of {limit:g}"
+            self._set(_CALIBRATION, is_on, text, line["step"], {_CALIBRATION: value})
+
+    def _set(self, metric: str, is_on: bool, text: str, step: int, values: Mapping[str, Any]) -> None:
+        """Begin or end an alarm, and report it, if it does not have this state already.
+
+        Args:
+            metric: name of the metric.
+            is_on: whether the alarm lasts from now on.
+            text: message.
+            step: training step.
+            values: values for the report.
+        """
+        alarms = self._progress.alarms
+        if is_on == (metric in alarms):
             return
-        # A model that predicts nothing has the calibration 0.
-        is_on = not 1 / self._limit <= value <= self._limit
-        if is_on == self.is_on:
+        if is_on:
+            alarms[metric] = text
+        else:
+            del alarms[metric]
+        if self._notify is None:
             return
-        self.is_on = is_on
-        state = "is off by more than" if is_on else "is again within"
-        text = f"alarm: the {_METRIC} is {value:.3f}, which {state} a factor of {self._limit:g}"
-        _logger.warning("step %d: %s", line["step"], text)
-        about = {"kind": "alarm", "step": line["step"], "time": int(time.time()), _METRIC: value, "on": is_on}
-        self._notify(Reported(text))
+        _logger.warning("step %d: alarm: %s", step, text)
+        about = {"kind": "alarm", "step": step, "time": int(time.time()), **values, "on": is_on}
+        self._notify(Reported(f"alarm: {text}"))
         self._notify(Logged(about))
-        if self._webhook is not None:
+        if self._options.alarm_webhook is not None:
             # In a thread, because training must not wait for another host.
             content = json.dumps({**about, "run": self._run, "text": text}).encode()
-            threading.Thread(target=_post, args=(self._webhook, content), daemon=True).start()
+            threading.Thread(target=_post, args=(self._options.alarm_webhook, content), daemon=True).start()
 
 
 def _post(url: str, content: bytes) -> None:

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from meshrec.checkpoint import Published, load, read_manifest
+from torch import Tensor
+
+from meshrec.checkpoint import Hold, Published, load, read_manifest
 from meshrec.data import Position, streams
 
 
@@ -16,8 +18,11 @@ class RunProgress:
         seconds: training time in seconds, over all starts of the run.
         event_time: time of the newest event so far on any rank, in microseconds since 1970; None: unknown.
         published: last delta written for servers; None before the first. A delta is a set of files with the
-            weights changed since the previous delta. It is written before every checkpoint, so it contains
-            all steps up to the checkpoint.
+            weights changed since the previous delta.
+        published_step: step at the last delta, which is written before every checkpoint. It is an earlier
+            step than that of the checkpoint if deltas are held back, or could not be written.
+        unpublished: IDs of the rows changed since ``published_step``, by table; see `DeltaPublisher`.
+        hold: since when and why deltas are held back; None: they are published.
         start_options: model options returned by `ModelConfig.start`; empty if no weights were fitted.
     """
 
@@ -27,6 +32,9 @@ class RunProgress:
         self.seconds = 0.0
         self.event_time: int | None = None
         self.published: Published | None = None
+        self.published_step = 0
+        self.unpublished: dict[str, Tensor] = {}
+        self.hold: Hold | None = None
         self.start_options: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,6 +44,9 @@ class RunProgress:
             "num_samples": self.num_samples,
             "seconds": self.seconds,
             "published": None if self.published is None else list(self.published),
+            "published_step": self.published_step,
+            "unpublished": self.unpublished,
+            "hold": None if self.hold is None else list(self.hold),
             "start_options": self.start_options,
         }
 
@@ -45,6 +56,10 @@ class RunProgress:
         self.seconds = float(state["seconds"])
         published = state.get("published")  # earlier releases did not keep it
         self.published = None if published is None else Published(*published)
+        # Earlier releases kept none of these.
+        self.published_step = int(state.get("published_step", self.step))
+        self.unpublished, hold = dict(state.get("unpublished", {})), state.get("hold")
+        self.hold = None if hold is None else Hold(*hold)
         self.start_options = dict(state.get("start_options", {}))
 
 
@@ -90,20 +105,28 @@ class StreamProgress(RunProgress):
 
     Attributes:
         position: position in the stream; None: the start.
+        alarms: text of each alarm that lasts, by metric; see `meshrec.train.alarms`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.position: streams.Position | None = None
+        self.alarms: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain values."""
-        return {**super().state_dict(), "position": self.position, "event_time": self.event_time}
+        return {
+            **super().state_dict(),
+            "position": self.position,
+            "event_time": self.event_time,
+            "alarms": dict(self.alarms),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state from ``state_dict``."""
         super().load_state_dict(state)
         self.position, self.event_time = state["position"], state["event_time"]
+        self.alarms = dict(state.get("alarms", {}))  # earlier releases did not keep them
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint import CheckpointError, CheckpointManager, Published
-from meshrec.checkpoint.finding import BEST, CHECKPOINTS
+from meshrec.checkpoint import CheckpointError, CheckpointManager, Hold, Published
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS, HOLD
 from meshrec.checkpoint.hashed import hashed_targets
 from meshrec.checkpoint.matching import Differences
 from meshrec.checkpoint.saving import load_matching
@@ -32,7 +32,8 @@ class CheckpointSaver:
 
     A delta is a set of files with the weights changed since the previous delta. Servers apply deltas to
     update their model. A delta is written before every checkpoint and before every save of the best weights.
-    The saved weights then end with a delta, and a server with these weights can apply all later deltas.
+    The saved weights then end with a delta, and a server with these weights can apply all later deltas. If
+    the delta is held back or fails, the checkpoint has the IDs whose changes are in no delta.
 
     A failed save, for example on a full disk, is reported but does not end the run. Older checkpoints remain,
     and the next save tries again.
@@ -75,7 +76,7 @@ class CheckpointSaver:
         tell: Callable[[str], None],
     ) -> None:
         self.folder, self._progress, self._tell = folder, progress, tell
-        self._group = ranks.control
+        self._group, self._is_first = ranks.control, ranks.is_first
         self.state: dict[str, Any] = {
             "model": built.model,
             "table_optimizer": built.tables,
@@ -170,23 +171,70 @@ class CheckpointSaver:
             from meshrec.checkpoint.publishing import DeltaPublisher
 
             self._publisher = DeltaPublisher(
-                model, path / DELTAS, run=path.name, step=progress.step, after=progress.published
+                model,
+                path / DELTAS,
+                run=path.name,
+                step=progress.published_step,
+                after=progress.published,
+                unpublished=progress.unpublished,
             )
             self._reported = progress.published
 
+    def hold(self, reason: str) -> None:
+        """Hold back all deltas until `release`, and keep the last checkpoint for servers that start.
+
+        Args:
+            reason: the alarm, for messages.
+        """
+        if self._progress.hold is None:
+            # Only a complete checkpoint can be kept.
+            self.wait()
+            # After a failed save, an older checkpoint is the last.
+            complete = [] if self._manager is None else self._manager.steps()
+            last = self._saved if self._saved is not None else next(reversed(complete), None)
+            self._progress.hold = Hold(last, reason)
+        self.show_hold()
+
+    def release(self) -> None:
+        """Publish deltas again. The next one has all changes since the last one."""
+        self._progress.hold = None
+        self.show_hold()
+
+    def show_hold(self) -> None:
+        """Write or remove the file that says whether the run holds back its weights."""
+        hold = self._progress.hold
+        if self._manager is not None:
+            self._manager.retained = frozenset([] if hold is None or hold.step is None else [hold.step])
+        if self.folder is not None and self._is_first:
+            if hold is None:
+                self.folder.discard(self.folder.path / HOLD)
+            else:
+                self.folder.write_json(HOLD, hold._asdict(), seal=True)
+
     def publish(self) -> None:
-        """Write a delta, if the run publishes deltas.
+        """Write a delta, if the run publishes deltas and does not hold them back.
 
         A failure is reported to the user, and does not end the run. The next delta then also has the rows of
         the failed delta.
         """
-        if self._publisher is not None:
+        if self._publisher is not None and self._progress.hold is None:
             try:
                 self._publisher.publish(self._progress.step, event_time=self._progress.event_time)
             except CheckpointError as error:
                 self._tell(f"no delta was published: {error}")
             # Stored in checkpoints, so that a resumed run knows which deltas its weights contain.
             self._progress.published = self._publisher.last
+
+    def _publish_before_save(self) -> None:
+        """Publish, and record in the progress which changes are in no delta."""
+        self.publish()
+        publisher, progress = self._publisher, self._progress
+        if publisher is None:
+            progress.published_step, progress.unpublished = progress.step, {}
+        else:
+            progress.published_step, progress.unpublished = publisher.published_step, {}
+            if not publisher.is_current(progress.step):
+                progress.unpublished = publisher.unpublished_ids()
 
     def take_published(self) -> Published | None:
         """Return the last delta, if it was published since the last call."""
@@ -210,7 +258,8 @@ class CheckpointSaver:
             seconds: time in seconds since 1970.
         """
         published = (self.oldest_progress or {}).get("published")
-        if self._publisher is not None and published is not None:
+        # During a hold, servers may start from a checkpoint that is older than those in `_kept`.
+        if self._publisher is not None and published is not None and self._progress.hold is None:
             self._publisher.remove_before(seconds, Published(*published))
 
     @property
@@ -226,7 +275,7 @@ class CheckpointSaver:
         """Start to save a checkpoint in the background."""
         assert self._manager is not None
         # Before the save, so that the checkpoint ends with a delta; see the class.
-        self.publish()
+        self._publish_before_save()
         self._save(self._manager.async_save)
 
     def save_best(self) -> None:
@@ -235,7 +284,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the weights cannot be saved, and the run has no checkpoints to fall back to.
         """
-        self.publish()
+        self._publish_before_save()
         # A run with checkpoints goes on, and its summary tells the failure. Without checkpoints, nothing else
         # would keep the best weights.
         try:
@@ -260,7 +309,7 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Write a last delta for servers, and save the final state unless it is saved already."""
-        self.publish()
+        self._publish_before_save()
         if self._manager is not None:
             self.wait()
             # After `wait`: a background save that failed has reset `_saved`.
@@ -294,7 +343,7 @@ class CheckpointSaver:
             # raises, and `_record_failure` resets `_saved`.
             save(self._progress.step, self.state)
             self._saved = self._progress.step
-            self._kept.append(self._progress.state_dict())
+            self._kept.append({**self._progress.state_dict(), "unpublished": {}})
             if self._mirror is not None:
                 from meshrec.train.stored_run import upload_run
 

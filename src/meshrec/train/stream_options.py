@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
+OnAlarm = Literal["log", "hold"]
 _MAY_BE_ZERO = ("page",)
 
 
@@ -39,6 +40,10 @@ class StreamOptions:
     """
     alarm_webhook: str | None = None
     """HTTP address that receives alarms as JSON; none: they are only logged."""
+    on_alarm: OnAlarm = "log"
+    """log: go on as before. hold: publish no deltas until the alarm ends, so that servers keep the last good
+    weights.
+    """
 
     page: int | None = None
     """Port of a web page about the run, at 127.0.0.1 of rank 0's host; 0: any free port; none: no page."""
@@ -62,3 +67,5 @@ class StreamOptions:
                 raise ValueError(f"{name} is {address}; it must start with http:// or https://.")
         if self.page is not None and not 0 <= self.page < 1 << 16:
             raise ValueError(f"page is {self.page}; a port is from 0 to {(1 << 16) - 1:,}. Take 0 for any.")
+        if self.on_alarm not in get_args(OnAlarm):
+            raise ValueError(f"on_alarm is {self.on_alarm!r}; it must be one of {get_args(OnAlarm)}.")

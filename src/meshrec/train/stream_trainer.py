@@ -22,7 +22,7 @@ from meshrec.metrics import SlidingMetrics
 from meshrec.ops.memory import frozen_objects
 from meshrec.ops.threads import at_most_threads
 from meshrec.tables import set_event_time
-from meshrec.train.alarms import CalibrationAlarm
+from meshrec.train.alarms import Alarms
 from meshrec.train.building import BuiltModel, build
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.observers import Event, Logged, Observer, Reported, Started, Stepped
@@ -128,7 +128,7 @@ class StreamTrainer:
             bf16=self.precision.bf16,
         )
         run = "" if folder is None else folder.path.name
-        self._alarm = CalibrationAlarm(options, run, self._notify) if ranks.is_first else None
+        self._alarms = Alarms(options, self.progress, run, self._notify if ranks.is_first else None)
         # On rank 0 only: when work is due, and when the last step ended, of time.monotonic.
         self._clock: _Clock | None = _Clock(options) if ranks.is_first else None
         self._last_step = time.monotonic()
@@ -181,6 +181,10 @@ class StreamTrainer:
             self._notify(Reported(text))
         # Tables have no clock of their own: a resumed run sets the time of the checkpoint.
         set_event_time(self.built.model, (self.progress.event_time or 0) // 1_000_000)
+        self._alarms.drop_disabled()
+        self._apply_alarms()
+        # Also without a change: the run may have been killed during a hold that its checkpoint does not have.
+        self.saver.show_hold()
         self.saver.start_deltas()
         self._last_step = time.monotonic()
         self._lines.start_clock()
@@ -288,9 +292,20 @@ class StreamTrainer:
         if not self._lines.is_empty:
             line = self._lines.take_line()
             self._notify(Logged(line))
-            if self._alarm is not None:
-                self._alarm.check(line)
+            self._alarms.check(line)
+            self._apply_alarms()
             self._lines.start_clock()
+
+    def _apply_alarms(self) -> None:
+        """Hold back deltas while an alarm lasts, if the options say so, and publish them again after it."""
+        reason = self._alarms.reason if self._options.on_alarm == "hold" else ""
+        is_held = self.progress.hold is not None
+        if reason and not is_held:
+            self.saver.hold(reason)
+            self._notify(Reported("deltas are held back: servers keep their weights until the alarm ends"))
+        elif is_held and not reason:
+            self.saver.release()
+            self._notify(Reported("deltas are published again: the alarm has ended"))
 
     def _report_delta(self) -> None:
         """Report a metrics line about a new delta, if there is one."""
