@@ -40,6 +40,11 @@ class FollowOptions(RunOptions, StreamOptions):
     it with a checkpoint.
     """
 
+    actions: str | None = None
+    """Folder of later actions, or its address in a store. SOURCE is then a folder of impressions without the
+    recipe's label: 1 if an action with the same --key comes within --window-seconds, else 0. Needs --time.
+    """
+
 
 _SUMMARY = "Train this recipe on a stream, without an end."
 
@@ -85,6 +90,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         options,
         recipe,
         stream=_find_source(source, resumed),
+        actions=_find_actions(options.actions, resumed),
         stream_options=StreamOptions(**_values(options)),
     )
     if launched():
@@ -127,16 +133,52 @@ def _find_source(source: str | None, resumed: RunFolder | None) -> str:
         ValueError: the source is missing, the folder does not exist, or the run has no source with its
             secrets.
     """
-    if source is None and resumed is not None:
-        saved = str(read_config(resumed)["stream"])
-        if HIDDEN in saved:
-            raise ValueError(
-                f"{resumed.path} follows {saved}, and runs do not store the secrets in an address. "
-                "Give it again: `meshrec follow RECIPE SOURCE --resume`."
-            )
-        return saved
-    if source is None:
+    if source is not None:
+        return _absolute(source)
+    saved = _saved_source(resumed, "stream", "meshrec follow RECIPE SOURCE --resume")
+    if saved is None:
         raise UsageError("follow: SOURCE is missing. It comes after the recipe: the folder to follow.")
+    return saved
+
+
+def _find_actions(actions: str | None, resumed: RunFolder | None) -> str | None:
+    """Return the folder of actions on the command line, or of the run to resume; None: there is none.
+
+    Raises:
+        ValueError: as for `_find_source`.
+    """
+    if actions is not None:
+        return _absolute(actions)
+    return _saved_source(resumed, "actions", "meshrec follow --resume --actions ADDRESS")
+
+
+def _saved_source(resumed: RunFolder | None, name: str, command: str) -> str | None:
+    """Return a source of the run to resume; None if it has none, or no run is resumed.
+
+    Args:
+        resumed: the run.
+        name: entry of its configuration.
+        command: command with which to give the source again, for the error.
+
+    Raises:
+        ValueError: the run does not have the secrets of the source.
+    """
+    saved: str | None = read_config(resumed).get(name)
+    if saved is not None and HIDDEN in saved:
+        assert resumed is not None
+        raise ValueError(
+            f"{resumed.path} follows {saved}, and runs do not store the secrets in an address. "
+            f"Give it again: `{command}`."
+        )
+    return saved
+
+
+def _absolute(source: str) -> str:
+    """Return an address unchanged, or the absolute path of a folder.
+
+    Raises:
+        ValueError: the folder does not exist.
+    """
     if is_address(source):
         return source
     if not Path(source).is_dir():

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshrec.data.follow import FilePosition, Follow
     from meshrec.data.in_memory import InMemoryReader, Ranges
     from meshrec.data.interactions import Interactions
+    from meshrec.data.joined_stream import JoinedStream
     from meshrec.data.label_join import LabelJoin
     from meshrec.data.movielens_data import movielens
     from meshrec.data.next_item_data import next_items
@@ -46,6 +47,7 @@ __all__ = [
     "Follow",
     "InMemoryReader",
     "Interactions",
+    "JoinedStream",
     "LabelJoin",
     "Position",
     "Prefetch",

@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,13 +29,14 @@ from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.folder_tables import FolderTables
 from meshrec.data.follow import FilePosition
 from meshrec.data.label_join import LabelJoin
-from meshrec.durable import durable_file, write_durably
+from meshrec.durable import durable_file, remove_named, write_durably
 
 _log = logging.getLogger(__name__)
 
 _STREAMS = ("impressions", "actions")
 _METADATA = b"meshrec.calls"
 _STATE, _LOCK = "_state.pt", "_lock"
+_NAME = re.compile(r"\d{16}\.arrow")
 # Rows above which a file is written although more records can be read.
 _FILE_ROWS = 1 << 16
 
@@ -60,6 +62,7 @@ class FolderJoin:
             again.
 
     Attributes:
+        output: folder for labelled rows.
         faults: counts of damaged files, by reason.
         num_written: number of rows in ``output``, including files that were removed.
 
@@ -103,7 +106,7 @@ class FolderJoin:
             raise ValueError(f"clock_lag_seconds is {clock_lag_seconds}; it must be at least 0.")
         if snapshot_rows < 1:
             raise ValueError(f"snapshot_rows is {snapshot_rows}; it must be at least 1.")
-        self._folders, self._output, self._join = (impressions, actions), output, join
+        self._folders, self.output, self._join = (impressions, actions), output, join
         self.faults = Faults(on_error)
         self._clock_lag_seconds, self._poll_seconds = clock_lag_seconds, poll_seconds
         self._snapshot_rows = snapshot_rows
@@ -116,6 +119,11 @@ class FolderJoin:
         self._rows: list[Any] = []
         self._calls: list[list[Any]] = []
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of records by reason; see `LabelJoin`."""
+        return self._join.counts
+
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Join records as they arrive, until ``stop`` returns True.
 
@@ -127,22 +135,49 @@ class FolderJoin:
                 wait for their labels.
             ValueError: another process writes to the output.
         """
-        self._output.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            self._restore()
+        with self.opened():
             while True:
-                if self._read_next():
-                    num_rows = sum(rows.num_rows for rows in self._rows)
-                    if num_rows >= _FILE_ROWS or time.monotonic() - self._written_at >= self._poll_seconds:
-                        self._write()
+                if self.advance():
                     continue
-                if self._clock_lag_seconds is not None:
-                    self._tick(time.time_ns() - round(self._clock_lag_seconds * 1e9))
-                self._write()
                 if stop():
-                    self._save()
+                    self.save()
                     return
                 time.sleep(self._poll_seconds)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager that locks the output, and continues where the last process has ended.
+
+        Raises:
+            DataError: a file has changed since it was read.
+            ValueError: another process writes to the output, or joined it with other options.
+        """
+        self.output.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            try:
+                self._restore()
+                yield
+            finally:
+                # They hold open files.
+                self._readers = []
+
+    def advance(self) -> bool:
+        """Join the next records, and write the rows that are due. Return whether there were records.
+
+        Call it in the context of `opened`. Without records, all decided rows are written.
+
+        Raises:
+            DataError: as for `run`.
+        """
+        if self._read_next():
+            num_rows = sum(rows.num_rows for rows in self._rows)
+            if num_rows >= _FILE_ROWS or time.monotonic() - self._written_at >= self._poll_seconds:
+                self._write()
+            return True
+        if self._clock_lag_seconds is not None:
+            self._tick(time.time_ns() - round(self._clock_lag_seconds * 1e9))
+        self._write()
+        return False
 
     def _read_next(self) -> bool:
         """Join the next records, if possible of the stream that is behind. Return whether there were any."""
@@ -174,16 +209,18 @@ class FolderJoin:
         if self._rows:
             table = pa.concat_tables(self._rows).combine_chunks()
             table = table.replace_schema_metadata({_METADATA: json.dumps(self._calls)})
-            path = self._output / _file_name(self.num_written)
+            path = self.output / _file_name(self.num_written)
             with durable_file(path) as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
             self.num_written += table.num_rows
             self._rows, self._calls = [], []
         if self._num_read >= self._snapshot_rows:
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
-        """Save the state. All decided rows must have been written."""
+    def save(self) -> None:
+        """Save the state, so that files written before are not needed to continue."""
+        if any(rows.num_rows for rows in self._rows):
+            self._write()
         buffer = io.BytesIO()
         state = {
             "join": self._join.state_dict(),
@@ -191,14 +228,23 @@ class FolderJoin:
             "num_written": self.num_written,
         }
         torch.save(state, buffer)
-        write_durably(self._output / _STATE, buffer.getvalue())
-        self._calls, self._num_read = [], 0
+        write_durably(self.output / _STATE, buffer.getvalue())
+        self._rows, self._calls, self._num_read = [], [], 0
+
+    def prune(self, name: str) -> None:
+        """Save the state, and remove the files before a file, which must have been consumed."""
+        self.save()
+        remove_named(self.output, [file.name for file in self._files() if file.name < name])
+
+    def _files(self) -> list[Path]:
+        """Return the files with rows, in the order of rows."""
+        return sorted(file for file in self.output.glob("*.arrow") if _NAME.fullmatch(file.name))
 
     def _restore(self) -> None:
         """Load the last state, and repeat the calls whose rows were written after it."""
         state = self._initial
-        if (self._output / _STATE).exists():
-            state = torch.load(self._output / _STATE, weights_only=True)
+        if (self.output / _STATE).exists():
+            state = torch.load(self.output / _STATE, weights_only=True)
         self._join.load_state_dict(state["join"])
         self.num_written = state["num_written"]
         self._rows, self._calls, self._num_read = [], [], 0
@@ -206,14 +252,17 @@ class FolderJoin:
             FolderTables(folder, self.faults, position=FilePosition(**position))
             for folder, position in zip(self._folders, state["positions"], strict=True)
         ]
-        names = sorted(file.name for file in self._output.glob("[0-9]*.arrow"))
+        names = [file.name for file in self._files()]
         for name in (name for name in names if name >= _file_name(self.num_written)):
             self._repeat(name)
-        _log.info("joining to %s, which has %s rows", self._output, f"{self.num_written:,}")
+        if not (self.output / _STATE).exists() and not names:
+            # So that a later start with other options is noticed.
+            self.save()
+        _log.info("joining to %s, which has %s rows", self.output, f"{self.num_written:,}")
 
     def _repeat(self, name: str) -> None:
         """Repeat the calls that led to a file, which must give as many rows."""
-        path = self._output / name
+        path = self.output / name
         with pa.ipc.open_file(pa.memory_map(str(path))) as file:
             calls = json.loads((file.schema.metadata or {}).get(_METADATA, "null"))
             num_rows = sum(file.get_batch(index).num_rows for index in range(file.num_record_batches))
@@ -242,13 +291,13 @@ class FolderJoin:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock of the output folder."""
-        descriptor = os.open(self._output / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.output / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(
-                    f"another process joins records to {self._output}. Stop it, or take another folder."
+                    f"another process joins records to {self.output}. Stop it, or take another folder."
                 ) from error
             yield
         finally:

@@ -98,6 +98,8 @@ class Follow(Stream):
             only counted.
         poll_seconds: seconds between listings of the folder while it has all been read.
         broken_seconds: seconds after which a file that stays incomplete counts as damaged.
+        extend: called on rank 0 while there are not enough rows for a step. It may add files to the folder,
+            and returns whether to look again.
 
     Attributes:
         faults: counts of omitted rows on this rank, by reason. Rank 0 also counts the rows of late files,
@@ -132,6 +134,7 @@ class Follow(Stream):
         set_aside: Path | None = None,
         poll_seconds: float = 1.0,
         broken_seconds: float = 300.0,
+        extend: Callable[[], bool] = lambda: False,
     ) -> None:
         for name, seconds in (("poll_seconds", poll_seconds), ("broken_seconds", broken_seconds)):
             if not seconds > 0:
@@ -141,6 +144,7 @@ class Follow(Stream):
         self.faults = Faults(on_error)
         self._folder, self._set_aside = _Folder(folder, features, self.faults), set_aside
         self._poll_seconds, self._broken_seconds = poll_seconds, broken_seconds
+        self._extend = extend
 
     def bursts(
         self,
@@ -201,7 +205,11 @@ class Follow(Stream):
         with together(axis, "following a folder"):
             if axis.rank == 0:
                 plan = planner.next_plan(batch_size * axis.size)
-                if not plan.positions:
+                if not plan.positions and self._extend():
+                    # The first plan may have the file in which the reader starts.
+                    later = planner.next_plan(batch_size * axis.size)
+                    plan = _Plan([*plan.files, *later.files], later.positions)
+                elif not plan.positions:
                     plan = plan._replace(has_ended=stop())
                     if not plan.has_ended:
                         time.sleep(self._poll_seconds)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -10,8 +11,12 @@ from typing_extensions import override
 from meshrec.comms.agreement import together
 from meshrec.data.encoding import Encoding
 from meshrec.data.features import TimedFeatures
+from meshrec.data.folder_join import FolderJoin
+from meshrec.data.joined_stream import JoinedStream
+from meshrec.data.label_join import LabelJoin
 from meshrec.data.locations import without_secrets
-from meshrec.data.open_stream import open_stream, stream_dataset
+from meshrec.data.open_stream import BROKER_SCHEMES, open_stream, stream_dataset
+from meshrec.data.streams import Stream
 from meshrec.runs.fitting import features_in, features_of
 from meshrec.runs.job import Job
 from meshrec.runs.live_page import live_page
@@ -19,7 +24,7 @@ from meshrec.runs.same_start import compare_ranks, describe_dataset
 from meshrec.runs.worker import RankRun, run_rank
 from meshrec.train.observers import Observer, Reported
 from meshrec.train.recipe import RawSource, Recipe, TableSource
-from meshrec.train.run_folder import CONFIG, RunFolder
+from meshrec.train.run_folder import CONFIG, JOINED, RunFolder
 from meshrec.train.stopping import StopRequest
 from meshrec.train.stream_trainer import StreamTrainer
 
@@ -62,6 +67,52 @@ def check_source(recipe: Recipe, earlier: RunFolder | None) -> None:
         )
 
 
+def check_labels(job: Job) -> None:
+    """Check the options of labels that come later.
+
+    Raises:
+        ValueError: an option is missing, is not used, or does not fit the recipe.
+    """
+    options, source = job.stream_options, job.recipe.data
+    assert job.stream is not None
+    assert options is not None
+    assert isinstance(source, TableSource)
+    if job.actions is None:
+        if options.key is not None or options.window_seconds is not None:
+            raise ValueError(
+                f"key is {options.key!r} and window_seconds is {options.window_seconds}, which join actions "
+                "to the records. Name the folder of actions: --actions FOLDER."
+            )
+        return
+    missing = [name for name in ("time", "key", "window_seconds") if getattr(options, name) is None]
+    if missing:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"--actions {without_secrets(job.actions)}: {names} must be given with it.")
+    brokers = [address for address in (job.stream, job.actions) if address.startswith(BROKER_SCHEMES)]
+    if brokers:
+        raise ValueError(
+            f"{without_secrets(brokers[0])}: labels that come later are joined from folders only. Write the "
+            "records to a folder, or join them where they are produced."
+        )
+    if job.store is not None:
+        raise ValueError(
+            f"--out is {without_secrets(job.store)}, and the join of labels needs the run in a folder. Give "
+            "a mounted folder, or join with `meshrec join`, and follow its output."
+        )
+    labels = [label.column for label in source.features.labels]
+    if len(labels) != 1:
+        raise ValueError(
+            f"the recipe has the labels {labels}, and --actions gives one label. Leave one of them."
+        )
+    at_once = options.negatives == "at_once"
+    if getattr(job.recipe.loss, "fake_negative_weighting", False) != at_once:
+        advice = "--loss.fake-negative-weighting" if at_once else "--loss.no-fake-negative-weighting"
+        raise ValueError(
+            f"negatives is {options.negatives!r}: with at_once, and only then, a positive row has a negative "
+            f"row before it, which the loss must weight. Add {advice}."
+        )
+
+
 class StreamRun(RankRun):
     """Training run on a stream, on one rank. Arguments are those of `RankRun`."""
 
@@ -82,6 +133,9 @@ class StreamRun(RankRun):
         assert job.stream is not None
         assert job.stream_options is not None
         check_source(job.recipe, job.warm_start)
+        check_labels(job)
+        # All ranks follow the folder that rank 0 writes.
+        joined = Path(self._ranks.broadcast(str(self._folder.path.resolve()))) / JOINED
         features = features_in(self._folder, self._ranks, self._fit)
         with together(self._ranks.axis, "opening the stream"):
             options, source = job.stream_options, job.recipe.data
@@ -89,13 +143,16 @@ class StreamRun(RankRun):
             timed: Encoding = features
             if options.time is not None:
                 timed = TimedFeatures(features, options.time, options.time_unit)
-            stream = open_stream(
-                job.stream,
-                timed,
-                on_error=source.on_error,
-                set_aside=options.set_aside,
-                step_log=self._folder.steps,
-            )
+            if job.actions is None:
+                stream: Stream = open_stream(
+                    job.stream,
+                    timed,
+                    on_error=source.on_error,
+                    set_aside=options.set_aside,
+                    step_log=self._folder.steps,
+                )
+            else:
+                stream = self._open_joined(timed, joined)
         dataset = stream_dataset(stream, features, epoch_samples=self._epoch_samples())
         compare_ranks(self._ranks, describe_dataset(dataset), "have opened different streams")
         return StreamTrainer(
@@ -111,6 +168,49 @@ class StreamRun(RankRun):
             profile=job.profile,
             store=self._store,
         )
+
+    def _open_joined(self, features: Encoding, folder: Path) -> JoinedStream:
+        """Open a stream of impressions whose labels come later.
+
+        Args:
+            features: fitted features that encode the labelled rows.
+            folder: folder for the labelled rows.
+        """
+        job = self._job
+        options, source = job.stream_options, job.recipe.data
+        assert job.stream is not None
+        assert job.actions is not None
+        assert options is not None
+        assert options.time is not None
+        assert options.key is not None
+        assert options.window_seconds is not None
+        assert isinstance(source, TableSource)
+        aside = options.set_aside
+        if aside is not None:
+            aside.mkdir(parents=True, exist_ok=True)
+        join = LabelJoin(
+            key=options.key,
+            time=options.time,
+            label=source.features.labels[0].column,
+            window_seconds=options.window_seconds,
+            allowed_lateness_seconds=options.allowed_lateness_seconds,
+            negatives=options.negatives,
+            time_unit=options.time_unit,
+            idle_seconds=options.idle_seconds,
+            max_rows=options.max_rows,
+            on_full=options.on_full,
+            on_error=source.on_error,
+            set_aside=None if aside is None else aside / "unlabelled.jsonl",
+        )
+        joiner = FolderJoin(
+            job.stream,
+            job.actions,
+            folder,
+            join,
+            on_error=source.on_error,
+            clock_lag_seconds=options.clock_lag_seconds,
+        )
+        return JoinedStream(joiner, features, on_error=source.on_error, set_aside=aside)
 
     def _epoch_samples(self) -> int:
         """Return the number of training samples of the run from which this one started; 0: none."""

@@ -46,6 +46,8 @@ class Job:
             runs/warm_start.py. None: start from initial weights.
         stream: stream to follow, as for `meshrec.data.open_stream.open_stream`; None: train on the recipe's
             data.
+        actions: folder of later actions, which label the impressions in the stream, a folder, too; None: the
+            records of the stream have labels.
         stream_options: options of training on the stream; not None if there is a stream.
         on_event: function called with every event, on every rank.
     """
@@ -67,5 +69,6 @@ class Job:
     final: Literal["all"] | None = None
     warm_start: RunFolder | None = None
     stream: str | None = None
+    actions: str | None = None
     stream_options: StreamOptions | None = None
     on_event: Observer | None = None

@@ -18,6 +18,7 @@ from meshrec.train.run_folder import (
     DELTAS,
     FILES,
     FINAL,
+    JOINED,
     RunFolder,
     created_folder,
     is_run,
@@ -28,6 +29,9 @@ from meshrec.train.run_folder import (
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")
 # Files of a delta: a description, the changed table rows, and the dense part.
 _DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
+
+# Labelled rows and the state of their join, also temporary files, which a crash may leave.
+_JOINED = re.compile(r"\d{16}\.arrow|_state\.pt|_lock|\.(?:\d{16}\.arrow|_state\.pt)\.[0-9a-f]{16}")
 
 
 def remove_run(folder: RunFolder) -> list[str]:
@@ -59,6 +63,9 @@ def remove_run(folder: RunFolder) -> list[str]:
         remove_empty(path / name)
     _remove_files(
         path / DELTAS, [entry.name for entry in _entries(path / DELTAS) if _DELTA.fullmatch(entry.name)]
+    )
+    _remove_files(
+        path / JOINED, [entry.name for entry in _entries(path / JOINED) if _JOINED.fullmatch(entry.name)]
     )
     _remove_files(path / COPY, _source_files(folder))
     files = [entry.name for entry in _entries(path) if FILES.fullmatch(entry.name) and entry.name != CONFIG]

@@ -337,6 +337,7 @@ class RankRun:
             "final",
             "warm_start",
             "stream",
+            "actions",
             "stream_options",
         )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
@@ -420,6 +421,7 @@ class RankRun:
             "final": self._job.final,
             "warm_start": self._warm_start or before.get("warm_start"),
             "stream": None if self._job.stream is None else without_secrets(self._job.stream),
+            "actions": None if self._job.actions is None else without_secrets(self._job.actions),
             "stream_options": to_json(self._job.stream_options),
             "began": before.get("began", self._began),
             "torch": torch.__version__,

@@ -37,6 +37,8 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 STATE = "state.json"
 DELTAS = "deltas"
+JOINED = "joined"
+"""Subfolder for the labelled rows of a stream with labels that come later."""
 FINAL = "final"
 """Subfolder for the refit on all rows, which is a run itself."""
 RUNS = Path("runs")
