@@ -114,6 +114,13 @@ def test_a_late_action_does_not_change_a_trained_label(tmp_path):
     assert stream.faults.by_file["label join"] == {"late actions": 1}
 
 
+def test_a_negative_at_once_has_a_positive_after_its_action(tmp_path):
+    write(tmp_path / "shown", pa.table({"key": ["a", "b", "c"], "ts": [0, 5, 200], "item": [1, 2, 3]}), 1)
+    write(tmp_path / "acted", pa.table({"key": ["b", "x"], "ts": [20, 200]}), 1)
+    steps = read(create(tmp_path, negatives="at_once"), 1)
+    assert [rows for _, rows in steps] == [([0.0], [1]), ([0.0], [2]), ([1.0], [2])]
+
+
 def test_errors_of_the_join_reach_the_reader(tmp_path):
     shown, acted = streams(100)
     write(tmp_path / "shown", shown, 1)

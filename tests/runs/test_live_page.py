@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from meshrec.checkpoint.finding import HOLD
 from meshrec.runs.following import follow_rank
 from meshrec.runs.job import Job
 from meshrec.runs.live_page import live_page
@@ -128,6 +129,7 @@ def test_the_page_asks_a_server_what_it_serves(folder):
 def test_a_browser_draws_names_as_text(folder):
     append(folder, 3, loss=0.5, **{"auc@hour": 0.8125, "auc@day": 0.75})
     folder.append_metrics({"kind": "delta", "step": 3, "time": 3, "delta": 12, "freshness": 2.5})
+    folder.write_json(HOLD, {"step": 2, "reason": f"alarm of {NAME}"}, seal=True)
     folder.append_metrics({"kind": "alarm", "step": 3, "time": 3, "calibration@hour": 2.0, "on": True})
     with live_page(folder, 0) as address, ThreadPoolExecutor(1) as thread:
         page = thread.submit(drawn, address).result()
@@ -138,7 +140,8 @@ def test_a_browser_draws_names_as_text(folder):
         "recipe clicks",
         "2 ranks",
         "checkpoint of step 2",
+        "held back: alarm",
     ):
         assert text in page
-    assert page.count("&lt;!--&lt;script&gt;") >= 2
+    assert page.count("&lt;!--&lt;script&gt;") >= 3
     assert "<script>alert" not in page

@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from meshrec.checkpoint.finding import CHECKPOINTS
+from meshrec.checkpoint.finding import CHECKPOINTS, read_hold
 from meshrec.metrics.named import METRICS, metric_title
 from meshrec.reports.page import to_page
 from meshrec.train.run_folder import CONFIG, RunFolder
@@ -142,6 +142,7 @@ class _LiveRun:
         with self._lock:
             self._lines.read()
             config = self._folder.read_json(CONFIG) or {}
+            hold = read_hold(self._folder.path)
             return {
                 "name": self._folder.path.name,
                 # Ages are differences of times of this host.
@@ -156,6 +157,7 @@ class _LiveRun:
                 "lines": self._lines.shown(),
                 "last": self._lines.last,
                 "alarms": list(self._lines.alarms),
+                "hold": None if hold is None else hold.reason,
                 "checkpoint": self._checkpoint(),
                 "served": None if self._server is None else self._server.freshness(),
             }
