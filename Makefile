@@ -65,7 +65,8 @@ mutations: build $(SANITIZED)
 paths: build
 	MESHREC_PATHS=20 $(BIN)/python -m pytest -n 2 tests/serve/test_paths.py
 
-# 1,000 damages of each kind, 10,000 bad requests and 20 stopped ranks in place of the few of `make test`.
+# 1,000 damages of each kind, 10,000 bad requests and 20 stopped ranks in place of the few of `make test`; and 50
+# kills of the processes around a stream.
 hostile: build
 	mkdir -p build && rm -f build/hostile.jsonl
 	MESHREC_HOSTILE=1000 MESHREC_HOSTILE_TABLE=$$PWD/build/hostile.jsonl \

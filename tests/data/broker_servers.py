@@ -81,7 +81,8 @@ class KafkaCluster:
         """Add a JSON record per row."""
         for row, at in zip(rows, times or [0] * len(rows), strict=True):
             self.add_payload(topic, json.dumps(row).encode(), partition, at)
-        self.producer.flush()
+        # A record that is not delivered would be waited for.
+        assert self.producer.flush(60) == 0, "the cluster does not answer"
 
     def add_payload(self, topic, payload, partition=0, at=0):
         while True:

@@ -96,7 +96,7 @@ def serving(folder: Path, *arguments: object, before: tuple[str, ...] = ()) -> I
             )
     program = Program(process, log)
     try:
-        program.wait_until(lambda: _port(program) != 0 and program.is_ready(), "readiness")
+        program.wait_until(lambda: port_of(program) != 0 and program.is_ready(), "readiness")
         yield program
     finally:
         process.terminate()
@@ -108,7 +108,8 @@ def serving(folder: Path, *arguments: object, before: tuple[str, ...] = ()) -> I
             process.wait()
 
 
-def _port(program: Program) -> int:
+def port_of(program: Program) -> int:
+    """Return the port on which a server listens; 0: none yet."""
     if not program.port and (found := re.search(r" at http://127\.0\.0\.1:(\d+)", program.log.read_text())):
         program.port = int(found[1])
     return program.port
