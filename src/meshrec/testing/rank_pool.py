@@ -170,7 +170,7 @@ class RankPool:
         if lost or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
         else:
-            # A process with ten groups takes a tenth of a core while it waits.
+            # Idle, a process with ten groups takes a hundredth of a core, and a test session has thirty.
             self._signal(signal.SIGSTOP)
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
