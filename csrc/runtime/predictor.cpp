@@ -1,7 +1,8 @@
 #include "predictor.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <fcntl.h>
 #include <sys/mman.h>
