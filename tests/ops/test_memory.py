@@ -94,6 +94,11 @@ print(int(kept), sorted(faults)[2])  # the median: a system short of memory take
 """
 
 
+needs_malloc = pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer allocates by itself"
+)
+
+
 def kept_and_faults(**environment):
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], env={**os.environ, **environment}, capture_output=True, check=True
@@ -102,13 +107,14 @@ def kept_and_faults(**environment):
 
 
 @pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="another C library")
-@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer allocates by itself")
+@needs_malloc
 def test_freed_memory_is_kept_for_the_next_step():
     kept, faults = kept_and_faults()
     assert kept
     assert faults < 100
 
 
+@needs_malloc
 @pytest.mark.parametrize(
     "choice", [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=0"}]
 )
