@@ -26,18 +26,22 @@ if "XDG_STATE_HOME" not in os.environ:
 # Of several rooms: plans, and a program without Python.
 pytest_plugins = ["tests.planner.cases", "tests.export.torchscript_program"]
 
-# What functions for ranks import; set here, as the first process that is started settles it for all.
-PRELOAD = [
-    *("pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"),
-    *("meshrec.cli.train", "meshrec.cli.screen"),
-]
-start_fork_server([*PRELOADED, *PRELOAD])
-
 # One thread each, for the workers of a session and for what they start, as together they have few cores:
 # threads that wait for each other's turn burn more than they bring. Tests of several threads ask for them.
 if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+# What ranks, servers and other commands import; set here, as the first process that is started settles it for
+# all. These imports would take most of their time. No modules in which tests replace something.
+PRELOAD = [
+    *("pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"),
+    *("meshrec.cli.__main__", "meshrec.cli.train", "meshrec.cli.screen", "meshrec.train.architectures"),
+    *("networkx", "pandas", "pyarrow.dataset", "pyarrow.parquet", "redis", "uvicorn"),
+    *("scipy.optimize", "scipy.sparse", "torch.utils.tensorboard"),
+]
+start_fork_server([*PRELOADED, *PRELOAD])
+
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Programs of packages: to optimise what calls their kernels takes longer than they run here.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshrec.export.archive import import_readers
 from meshrec.serve import Limits, ServerOptions
 from meshrec.serve.child import Child
 from meshrec.serve.options import listen
@@ -100,9 +101,15 @@ class Client:
         self.connection.close()
 
 
+def try_packages(parent):
+    """As the trial process of a server with workers: every package would import these for seconds."""
+    import_readers()
+    _try_packages(parent)
+
+
 @functools.cache
 def shared_process():
-    child = Child(_try_packages)
+    child = Child(try_packages)
     atexit.register(child.stop)
     return ThreadPoolExecutor(1), child
 
