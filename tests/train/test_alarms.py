@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from meshrec.metrics.drift import Drift
 from meshrec.train.alarms import Alarms
 from meshrec.train.observers import Logged
 from meshrec.train.progress import StreamProgress
@@ -45,7 +46,7 @@ def test_an_alarm_begins_and_ends_once(webhook):
     options = StreamOptions(calibration_limit=1.5, alarm_webhook=address)
     alarms = Alarms(options, StreamProgress(), "live", events.append)
     for step, value in enumerate([1.0, 1.4, 1.6, 2.0, 1.2, 0.6]):
-        alarms.check(line(step, value))
+        alarms.check(line(step, value), {})
     lines = [event.line for event in events if isinstance(event, Logged)]
     assert [(each["step"], each["on"]) for each in lines] == [(2, True), (4, False), (5, True)]
     assert "0.6" in alarms.reason
@@ -56,20 +57,35 @@ def test_an_alarm_begins_and_ends_once(webhook):
 
 def test_few_samples_and_lines_without_calibration_change_nothing():
     alarms = Alarms(StreamOptions(calibration_limit=1.5), StreamProgress(), "live", None)
-    alarms.check(line(1, 9.0, samples=999.0))
-    alarms.check({"kind": "train", "step": 2})
+    alarms.check(line(1, 9.0, samples=999.0), {})
+    alarms.check({"kind": "train", "step": 2}, {})
     assert not alarms.reason
+
+
+def test_drift_names_the_features_and_their_values():
+    events = []
+    alarms = Alarms(StreamOptions(drift_limit=0.25), StreamProgress(), "live", events.append)
+    calm = Drift(0.1, (0.0, 0.0), (0.0, 0.0))
+    alarms.check(line(1, 1.0), {"city": calm, "price": calm})
+    alarms.check(line(2, 1.0), {"city": calm, "price": Drift(0.75, (0.5, 0.125), (0.0, 0.0))})
+    assert "price 0.75 (missing 12.5% before, 50.0% now" in alarms.reason
+    assert "city" not in alarms.reason
+    alarms.check(line(3, 1.0), {})
+    alarms.check(line(4, 1.0), {"city": calm, "price": calm})
+    lines = [event.line for event in events if isinstance(event, Logged)]
+    assert [(reported["step"], reported["on"]) for reported in lines] == [(2, True), (4, False)]
+    assert lines[0]["drift"]["price"]["psi"] == 0.75
 
 
 def test_a_resumed_run_has_the_alarms_of_its_checkpoint_unless_they_are_switched_off():
     progress, resumed = StreamProgress(), StreamProgress()
     options = StreamOptions(calibration_limit=1.5)
-    Alarms(options, progress, "live", None).check(line(1, 9.0))
+    Alarms(options, progress, "live", None).check(line(1, 9.0), {})
     resumed.load_state_dict(progress.state_dict())
     events = []
     alarms = Alarms(options, resumed, "live", events.append)
     alarms.drop_disabled()
-    alarms.check(line(2, 9.0))
+    alarms.check(line(2, 9.0), {})
     assert alarms.reason
     assert not events
     Alarms(StreamOptions(), resumed, "live", None).drop_disabled()

@@ -22,6 +22,7 @@ from meshrec.runs.job import Job
 from meshrec.runs.live_page import live_page
 from meshrec.runs.same_start import compare_ranks, describe_dataset
 from meshrec.runs.worker import RankRun, run_rank
+from meshrec.train.feature_drift import drift_of
 from meshrec.train.observers import Observer, Reported
 from meshrec.train.recipe import RawSource, Recipe, TableSource
 from meshrec.train.run_folder import CONFIG, JOINED, RunFolder
@@ -167,6 +168,7 @@ class StreamRun(RankRun):
             stop=stop,
             profile=job.profile,
             store=self._store,
+            drift=drift_of(features),
         )
 
     def _open_joined(self, features: Encoding, folder: Path) -> JoinedStream:

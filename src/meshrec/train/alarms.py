@@ -8,16 +8,19 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshrec.metrics.drift import Drift
 from meshrec.train.observers import Event, Logged, Reported
 from meshrec.train.progress import StreamProgress
 from meshrec.train.stream_options import StreamOptions
 
 _logger = logging.getLogger("meshrec.train")
 
-_CALIBRATION, _SAMPLES = "calibration@hour", "samples@hour"
+_CALIBRATION, _SAMPLES, _DRIFT = "calibration@hour", "samples@hour", "drift"
 _MIN_SAMPLES = 1000
 """Samples in the window below which calibration is mostly chance."""
 _TIMEOUT_SECONDS = 10.0
+_MAX_NAMED = 5
+"""Features that the text of an alarm names; a report as JSON has all."""
 
 
 class Alarms:
@@ -48,18 +51,31 @@ class Alarms:
 
     def drop_disabled(self) -> None:
         """Drop the alarms of a resumed run whose limit the options do not have any more."""
-        limits = {_CALIBRATION: self._options.calibration_limit}
+        limits = {_CALIBRATION: self._options.calibration_limit, _DRIFT: self._options.drift_limit}
         self._progress.alarms = {
             metric: text for metric, text in self._progress.alarms.items() if limits.get(metric) is not None
         }
 
-    def check(self, line: Mapping[str, Any]) -> None:
-        """Look at a metrics line, and report each alarm that begins or ends.
+    def check(self, line: Mapping[str, Any], drifts: Mapping[str, Drift]) -> None:
+        """Look at metrics, and report each alarm that begins or ends.
 
         Args:
             line: line of training metrics, equal on all ranks as far as alarms read it; without enough
                 samples, it changes nothing.
+            drifts: drift of features, equal on all ranks; without any, it changes nothing.
         """
+        self._check_calibration(line)
+        limit = self._options.drift_limit
+        if limit is not None and drifts:
+            over = {name: drift for name, drift in drifts.items() if drift.psi > limit}
+            text = f"no feature has drifted by more than {limit:g} (PSI) any more"
+            if over:
+                text = f"features have drifted by more than {limit:g} (PSI): {_describe(over)}"
+            values = {name: drift._asdict() for name, drift in over.items()}
+            self._set(_DRIFT, bool(over), text, line["step"], {_DRIFT: values})
+
+    def _check_calibration(self, line: Mapping[str, Any]) -> None:
+        """Begin or end the alarm about calibration."""
         limit, value = self._options.calibration_limit, line.get(_CALIBRATION)
         if limit is not None and value is not None and line[_SAMPLES] >= _MIN_SAMPLES:
             # A model that predicts nothing has the calibration 0.
@@ -95,6 +111,18 @@ class Alarms:
             # In a thread, because training must not wait for another host.
             content = json.dumps({**about, "run": self._run, "text": text}).encode()
             threading.Thread(target=_post, args=(self._options.alarm_webhook, content), daemon=True).start()
+
+
+def _describe(drifts: Mapping[str, Drift]) -> str:
+    """Return the features that have drifted most as text, with their shares of missing and unseen values."""
+    largest = sorted(drifts.items(), key=lambda item: -item[1].psi)
+    texts = [
+        f"{name} {drift.psi:.2f} (missing {drift.missing[1]:.1%} before, {drift.missing[0]:.1%} now; "
+        f"outside the vocabulary {drift.unseen[1]:.1%} before, {drift.unseen[0]:.1%} now)"
+        for name, drift in largest[:_MAX_NAMED]
+    ]
+    more = len(largest) - len(texts)
+    return ", ".join(texts) + (f", and {more} more" if more else "")
 
 
 def _post(url: str, content: bytes) -> None:

@@ -37,7 +37,8 @@ class OutputWindow:
 
     def add(self, outputs: list[Outputs]) -> None:
         """Add the outputs of a training step."""
-        self._outputs += outputs
+        # Without the samples, which would need much more memory.
+        self._outputs += [output._replace(batch=None) for output in outputs]
 
     def take(self, ranks: Ranks) -> dict[str, float]:
         """Return metrics over the collected samples on all ranks, and clear the window. Collective."""

@@ -29,6 +29,7 @@ class Outputs(NamedTuple):
         labels: labels [B] or [B, T].
         weights: sample weights [B]; None: all weights are 1.
         times: event times [B] of a stream, in microseconds since 1970, on the CPU; None: unknown.
+        batch: the samples; None after they are no longer needed.
     """
 
     loss_sum: Tensor
@@ -36,6 +37,7 @@ class Outputs(NamedTuple):
     labels: Tensor
     weights: Tensor | None = None
     times: Tensor | None = None
+    batch: "Batch | None" = None
 
 
 class TrainStep:
@@ -127,7 +129,7 @@ class TrainStep:
             logits = logits.detach()
             # Metrics are computed for the mean of an ensemble's members.
             whole = squeeze_outputs(logits.mean(2)) if logits.dim() == 3 else logits
-            outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights, batch.times))
+            outputs.append(Outputs(loss.detach(), whole, batch.labels, batch.weights, batch.times, batch))
             if lookahead is not None and not steps:
                 self._update.after_backward(lookahead, steps=False)
         with record_function("meshrec.optimizer"):

@@ -38,6 +38,10 @@ class StreamOptions:
     """Alarm if the sum of the last hour's predictions differs from that of the labels by more than this
     factor; none: no alarm.
     """
+    drift_limit: float | None = None
+    """Alarm if the population stability index of a feature's values, of the last hour against up to a day
+    before, is above this limit, such as 0.25; none: no alarm.
+    """
     alarm_webhook: str | None = None
     """HTTP address that receives alarms as JSON; none: they are only logged."""
     on_alarm: OnAlarm = "log"

@@ -19,6 +19,7 @@ from meshrec.checkpoint.matching import Differences
 from meshrec.data import Batch, Dataset, prefetch
 from meshrec.data.streams import Burst, Stream
 from meshrec.metrics import SlidingMetrics
+from meshrec.metrics.drift import Drift, FeatureDrift
 from meshrec.ops.memory import frozen_objects
 from meshrec.ops.threads import at_most_threads
 from meshrec.tables import set_event_time
@@ -67,6 +68,7 @@ class StreamTrainer:
         stop: the user's request to stop.
         profile: whether to record a profiler trace for a few steps.
         store: object store for checkpoints; None: they are saved in the run folder.
+        drift: windows of feature values; None: no drift is computed.
 
     Attributes:
         built: the model and the optimizers.
@@ -94,6 +96,7 @@ class StreamTrainer:
         stop: StopRequest | None = None,
         profile: bool = False,
         store: "ObjectStore | None" = None,
+        drift: FeatureDrift | None = None,
     ) -> None:
         # Check before the model is allocated.
         recipe.check(ranks.size)
@@ -104,11 +107,11 @@ class StreamTrainer:
         self.num_steps = recipe.training.max_steps
         self.built: BuiltModel = build(recipe, dataset, ranks)
         self.progress = StreamProgress()
-        self._lines = StreamLines(recipe, self.built, ranks, self.progress)
+        self._lines = StreamLines(recipe, self.built, ranks, self.progress, drift)
         self.saver = CheckpointSaver(
             self.built,
             self.progress,
-            {"windows": self._lines.windows},
+            {"windows": self._lines},
             every=None,
             keep_last=recipe.training.keep_checkpoints,
             publishes=options.delta_seconds is not None,
@@ -292,7 +295,7 @@ class StreamTrainer:
         if not self._lines.is_empty:
             line = self._lines.take_line()
             self._notify(Logged(line))
-            self._alarms.check(line)
+            self._alarms.check(line, self._lines.drifts)
             self._apply_alarms()
             self._lines.start_clock()
 
@@ -378,16 +381,26 @@ class StreamLines(MetricLines):
         built: the model and the optimizers.
         ranks: the ranks, from `join`.
         progress: progress of the run.
+        drift: windows of feature values; None: no drift is computed.
 
     Attributes:
         windows: metrics over `WINDOWS`, without samples unless the loss is that of a single binary label.
+        drifts: drift by feature at the last line.
     """
 
-    def __init__(self, recipe: Recipe, built: BuiltModel, ranks: Ranks, progress: StreamProgress) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        built: BuiltModel,
+        ranks: Ranks,
+        progress: StreamProgress,
+        drift: FeatureDrift | None = None,
+    ) -> None:
         super().__init__(recipe, built, ranks, progress, self._times)
         self._stream_progress, self._all_ranks = progress, ranks
         self._is_binary = isinstance(recipe.loss, BinaryCrossEntropy)
-        self.windows = SlidingMetrics(WINDOWS)
+        self.windows, self._drift = SlidingMetrics(WINDOWS), drift
+        self.drifts: dict[str, Drift] = {}
         # Newest event on this rank, in microseconds since 1970.
         self._newest = 0
 
@@ -399,6 +412,8 @@ class StreamLines(MetricLines):
                 self._newest = max(self._newest, int(output.times.max()))
                 if self._is_binary:
                     self.windows.add(output.logits, output.labels, output.weights, output.times)
+                if self._drift is not None and output.batch is not None:
+                    self._drift.add(output.batch.sparse, output.batch.dense, output.times)
 
     def newest_event(self) -> None:
         """Set the event time of the progress to the newest one on any rank. Collective."""
@@ -408,7 +423,24 @@ class StreamLines(MetricLines):
     def take_line(self) -> dict[str, Any]:
         """Return a metrics line for the steps since the last line, and start the next line. Collective."""
         self.newest_event()
-        return {**super().take_line(), **self.windows.compute(self._all_ranks.collect)}
+        line = {**super().take_line(), **self.windows.compute(self._all_ranks.collect)}
+        if self._drift is not None:
+            self.drifts = self._drift.compute(self._all_ranks.collect)
+            if self.drifts:
+                feature = max(self.drifts, key=lambda name: self.drifts[name].psi)
+                line |= {"drift": self.drifts[feature].psi, "drift_feature": feature}
+        return line
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the windows of metrics and of feature values until the last line."""
+        values = {} if self._drift is None else {"values": self._drift.state_dict()}
+        return {**self.windows.state_dict(), **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the windows. Checkpoints of earlier releases have none of feature values."""
+        self.windows.load_state_dict(state)
+        if self._drift is not None and "values" in state:
+            self._drift.load_state_dict(state["values"])
 
     def _times(self) -> dict[str, float]:
         """Return the time now, the newest event time, and its age, in seconds."""
