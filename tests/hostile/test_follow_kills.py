@@ -4,7 +4,7 @@ Two streams of a Redis server are trained on two ranks, whose deltas a server ap
 command, a rank, the Redis server or the server is killed, and starts again.
 
 Only `make hostile` runs it, as each start takes seconds. ``MESHREC_HOSTILE=1000`` kills 50 times, which takes
-about ten minutes on two cores; ``MESHREC_SEED`` draws other times.
+about fifteen minutes on two busy cores; ``MESHREC_SEED`` draws other times.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from meshrec.data.broker_stream import BrokerStream
 from meshrec.data.brokers import id_order
 from meshrec.data.features import TimedFeatures
 from meshrec.data.open_stream import stream_dataset
+from meshrec.testing.rank_pool import RankPool
 from meshrec.train.ranks import join
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.stream_options import StreamOptions
@@ -310,7 +311,7 @@ def kill_all(redis_server, follower, server, steps, rng, tally):  # noqa: F811
         yield
 
 
-def test_kills_lose_no_event_and_leave_no_server_without_a_model(redis_server, ranks, tmp_path, capsys):  # noqa: F811
+def test_kills_lose_no_event_and_leave_no_server_without_a_model(redis_server, tmp_path, capsys):  # noqa: F811
     start, rng, tally = time.monotonic(), random.Random(SEED), Tally("kills of a followed stream")
     address = redis_server.address(*STREAMS)
     writer = Writer(redis_server, SEED)
@@ -345,7 +346,7 @@ def test_kills_lose_no_event_and_leave_no_server_without_a_model(redis_server, r
             collecting.check()
             asking.check()
             assert len(steps) * STEP == writer.num
-            compare(redis_server, ranks, follower, server, steps, writer, tmp_path)
+            compare(redis_server, follower, server, steps, writer, tmp_path)
         finally:
             end(server.program.process)
     finally:
@@ -359,10 +360,11 @@ def test_kills_lose_no_event_and_leave_no_server_without_a_model(redis_server, r
         )
 
 
-def compare(redis_server, ranks, follower, server, steps, writer, folder):  # noqa: F811
+def compare(redis_server, follower, server, steps, writer, folder):  # noqa: F811
     """Compare with an uninterrupted run: weights, samples, metrics, and the scores of the server."""
     steps.write(folder / "runs" / "whole" / "steps.jsonl")
-    ranks(2).run(train_again, redis_server.address(*STREAMS), folder / "runs" / "whole")
+    with RankPool(2, timeout_seconds=10 * PATIENCE) as ranks:
+        ranks.run(train_again, redis_server.address(*STREAMS), folder / "runs" / "whole")
     assert trained(follower.run) == trained(folder / "runs" / "whole")
     assert trained(follower.run)[0] == writer.num
     lines = follower.lines()
