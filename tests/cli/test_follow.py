@@ -130,6 +130,8 @@ def test_ctrl_c_saves_and_a_run_continues_on_another_number_of_ranks(follow, run
     program.send_signal(signal.SIGINT)
     assert program.wait(240) == 128 + signal.SIGINT
     assert state(runs / "mine") == "stopped"
+    # A stream has no end, so it writes no files that only grow.
+    assert not [*(runs / "mine").glob("events.out.*")]
     write_events(tmp_path / "in", 1200, 200)
     code, output, _ = follow("mine", "--resume", "--nproc", "1", source=False)
     assert code == 0

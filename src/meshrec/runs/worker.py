@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,8 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
     from meshrec.train.stream_trainer import StreamTrainer
 
+# A full log becomes log_rankN.txt.1, in place of the one before.
+_MAX_LOG_BYTES = 1 << 24
 _logger = logging.getLogger("meshrec")
 
 
@@ -182,7 +185,9 @@ def _log_to_folder(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
     Rank 0 also shows warnings on the console.
     """
-    handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
+    handlers: list[logging.Handler] = [
+        RotatingFileHandler(folder.log(ranks.rank), maxBytes=_MAX_LOG_BYTES, backupCount=1)
+    ]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first and not logging.getLogger().handlers:
         handlers.append(logging.StreamHandler())
@@ -228,7 +233,8 @@ class RankRun:
         if ranks.is_first:
             self._observers = [
                 FolderObserver(folder),
-                TensorBoardObserver(folder.path),
+                # Event files only grow, and a stream has no end: `metrics.jsonl` and the page show it.
+                *([] if job.stream is not None else [TensorBoardObserver(folder.path)]),
                 *make_trackers(job.track, folder),
                 screen(folder),
             ]

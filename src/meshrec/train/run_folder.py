@@ -60,7 +60,7 @@ FILES = re.compile(
     # Names that end in 16 hex digits are temporary files of `write_durably`, which a crash may leave. A file
     # named ".seen-" tests whether several hosts share the folder; see runs/host_folder.py.
     rf"{_JSON}|(?:metrics|phases|phases_whole|steps)\.jsonl|(?:plan|report)\.html|wandb_id\.txt"
-    r"|trace_rank\d+\.json\.gz|(?:error|log)_rank\d+\.txt|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
+    r"|trace_rank\d+\.json\.gz|error_rank\d+\.txt|log_rank\d+\.txt(?:\.1)?|\.process_rank\d+|\.lock|\.seen-[0-9a-f]{8}"
     rf"|events\.out\.tfevents\.\d+\..+|\.(?:{_JSON}|(?:metrics|phases|phases_whole|steps)\.jsonl)\.[0-9a-f]{{16}}"
 )
 """Regular expression for the names of all files that a run writes into its folder. All other files belong to
