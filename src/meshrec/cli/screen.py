@@ -283,13 +283,11 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         lines += [f"{name + ':':13} {commanded[name]}" for name in ("evaluate", use, "package", "serve")]
     if summary["checkpoints"]["last"]:
         lines.append(f"last step:    {summary['checkpoints']['last']}")
-    return [
-        *lines,
-        f"the run:      {path / 'report.html'}",
-        f"the plan:     {path / 'plan.html'}",
-        f"TensorBoard:  tensorboard --logdir {path.parent}",
-        "all runs:     meshrec runs",
-    ]
+    lines += [f"the run:      {path / 'report.html'}", f"the plan:     {path / 'plan.html'}"]
+    # A run on a stream writes none.
+    if any(path.glob("events.out.tfevents.*")):
+        lines.append(f"TensorBoard:  tensorboard --logdir {path.parent}")
+    return [*lines, "all runs:     meshrec runs"]
 
 
 def _learned_next_items(folder: RunFolder) -> bool:
