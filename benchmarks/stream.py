@@ -254,19 +254,20 @@ def _throughput(sizes: Sizes, folder: Path) -> tuple[dict[str, float], list[Bar]
 
 
 def _freshness(sizes: Sizes, folder: Path) -> tuple[dict[str, float], list[Bar]]:
-    """Measure the seconds from an event to a server with its weights, at a steady rate of events."""
+    """Measure the seconds from an event to a server with its weights, at a steady rate, on two ranks."""
     events, runs, package = folder / "events", folder / "runs", folder / "package"
     first = 20 * BATCH
     add_file(events, "0", clicks(first, split=0, truth=0)[0])
     named = ("--runs", runs, "--name", "live", "--quiet")
     intervals = ("--time", "ts", "--delta-seconds", 1, "--stop-when-idle", 0.2)
+    waiting = ("--stop-when-idle", "none")
     # An export reads the data of the recipe.
     meshrec("follow", _RECIPE, events, "--data.train", events, *intervals, *named)
     # The package has the position of its run among the deltas.
     meshrec("export", runs / "live", "--out", package, "--no-compile")
     with (
         serve.serving(package, "--deltas", f"model={runs / 'live'}") as server,
-        _interrupted(start_meshrec("follow", "--resume", "--stop-when-idle", "none", *named)) as follow,
+        _interrupted(start_meshrec("follow", "--resume", "--nproc", 2, *waiting, *named)) as follow,
     ):
         now = time.time()
         add_file(events, "1", clicks(BATCH, split=1, truth=0, start=now)[0])
