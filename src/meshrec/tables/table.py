@@ -25,7 +25,7 @@ from torch import Tensor
 from meshrec.tables.index import Index
 
 Span = tuple[int, int]
-"""A row, key or column interval: first, and end (exclusive)."""
+"""First and end (exclusive) of an interval of rows, keys or columns."""
 
 
 class Rectangle(NamedTuple):

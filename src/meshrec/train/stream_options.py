@@ -45,8 +45,8 @@ class StreamOptions:
     alarm_webhook: str | None = None
     """HTTP address that receives alarms as JSON; none: they are only logged."""
     on_alarm: OnAlarm = "log"
-    """log: go on as before. hold: publish no deltas until the alarm ends, so that servers keep the last good
-    weights.
+    """What an alarm does. With log, the run goes on as before; with hold, it publishes no deltas until the
+    alarm ends, so that servers keep the last good weights.
     """
 
     page: int | None = None
