@@ -18,7 +18,9 @@ def started(path, **config):
     for name in ("checkpoints", "best"):
         CheckpointManager(path / name).save(1, {"a": torch.ones(2)})
     (path / "deltas").mkdir()
-    for name in ("00000001.json", "00000001.rows.safetensors", "00000001.dense.safetensors"):
+    names = ("00000001.json", "00000001.rows.safetensors", "00000001.dense.safetensors")
+    # The last one as a kill leaves it.
+    for name in (*names, ".00000002.json.0123456789abcdef"):
         (path / "deltas" / name).write_text("")
     for name in ("log_rank0.txt", "metrics.jsonl", "report.html", "events.out.tfevents.1.host.2.0"):
         (path / name).write_text("")

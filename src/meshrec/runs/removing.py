@@ -27,11 +27,21 @@ from meshrec.train.run_folder import (
 
 # Names of marks, which prove that MeshRec created a folder. A copied run also has the original's mark.
 _MARK = re.compile(r"\.meshrec-[0-9a-f]{16}")
-# Files of a delta: a description, the changed table rows, and the dense part.
-_DELTA = re.compile(r"\d{8,18}\.(json|rows\.safetensors|dense\.safetensors)")
 
-# Labelled rows and the state of their join, also temporary files, which a crash may leave.
-_JOINED = re.compile(r"\d{16}\.arrow|_state\.pt|_lock|\.(?:\d{16}\.arrow|_state\.pt)\.[0-9a-f]{16}")
+
+def _written(names: str) -> re.Pattern[str]:
+    """Return the pattern of durable files and of their temporary files, which a kill may leave.
+
+    Args:
+        names: pattern of the files' names.
+    """
+    return re.compile(rf"(?:{names})|\.(?:{names})\.[0-9a-f]{{16}}")
+
+
+# Files of a delta: a description, the changed table rows, and the dense part.
+_DELTA = _written(r"\d{8,18}\.(?:json|rows\.safetensors|dense\.safetensors)")
+# Labelled rows and the state of their join.
+_JOINED = _written(r"\d{16}\.arrow|_state\.pt|_lock")
 
 
 def remove_run(folder: RunFolder) -> list[str]:
