@@ -24,7 +24,7 @@ _MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
 
 
 class Hold(NamedTuple):
-    """Since when and why a run holds back its weights from servers, although it goes on training.
+    """Since when and why a run holds back its weights from servers, although it continues to train.
 
     Attributes:
         step: step of the last checkpoint before the hold; None: there is none.

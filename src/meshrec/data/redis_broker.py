@@ -110,7 +110,7 @@ class RedisBroker(Broker):
         """
         last = self._last[name]
         if not self._answer(lambda: self._client.exists(name)):
-            return  # deleted, or not loaded: there are no entries to miss
+            return  # deleted, or not loaded yet, so no entries can be missing
         stream = self._answer(lambda: self._client.xinfo_stream(name))
         first, newest = stream["first-entry"], stream["last-generated-id"].decode()
         if id_order(newest) < id_order(last):

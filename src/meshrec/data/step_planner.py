@@ -115,8 +115,8 @@ class _Partition:
             if self.records.ids and id_order(self.records.ids[-1]) > id_order(last):
                 raise DataError(
                     f"the step log has record {last}, which the broker lacks: it has {self.records.ids[-1]}. "
-                    "The record was deleted, or the broker lost it in a crash. Remove the step log to go on "
-                    "from the position alone."
+                    "The record was deleted, or the broker lost it in a crash. Remove the step log to "
+                    "continue from the position alone."
                 )
             return None
         num = 0 if last == self.last else self.records.ids.index(last) + 1

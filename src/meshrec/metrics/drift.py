@@ -129,8 +129,8 @@ class FeatureDrift:
         """Compute the drift per feature over all ranks, for samples until now. Collective.
 
         The population stability index is the sum of (p - q) ln(p / q) over buckets, where p and q are the
-        shares of values in both windows (Siddiqi, Credit Risk Scorecards, 2006). By the usual rule, values
-        below 0.1 are no drift, and values above 0.25 a large one. Half a value is added to each bucket,
+        shares of values in both windows (Siddiqi, Credit Risk Scorecards, 2006). By the usual rule, the
+        drift is small below 0.1, and large above 0.25. Half a value is added to each bucket,
         so that empty ones have a share above 0.
 
         Args:

@@ -48,7 +48,7 @@ def live_page(folder: RunFolder, port: int, *, server: str | None = None) -> Ite
         folder: run folder. Its files are read for every request.
         port: port at 127.0.0.1; 0: any free port.
         server: freshness address of a scoring server, such as
-            ``http://localhost:8080/v2/models/model/freshness``; None: the page does not show what is served.
+            ``http://localhost:8080/v2/models/model/freshness``; None: the page shows no server.
 
     Raises:
         ValueError: the port cannot be used.

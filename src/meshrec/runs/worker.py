@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
     from meshrec.train.stream_trainer import StreamTrainer
 
-# A full log becomes log_rankN.txt.1, in place of the one before.
+# A full log becomes log_rankN.txt.1, which replaces the previous full one.
 _MAX_LOG_BYTES = 1 << 24
 _logger = logging.getLogger("meshrec")
 

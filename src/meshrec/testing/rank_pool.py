@@ -61,7 +61,7 @@ PRELOADED = (
 # Process groups per rank above which the pool starts new processes: every gloo group has a thread waking
 # up 100 times a second. Destroying groups instead would not help, because torch's caches keep meshes alive.
 _MAX_GROUPS = 12
-# Waits for the end of the pool's process, and lets stopped ranks go on, so that they notice this end, too.
+# Waits until the pool's process has ended, and then resumes stopped ranks, so that they end, too.
 _WATCHER = 'cat > /dev/null; kill -CONT "$@" 2> /dev/null'
 
 

@@ -45,7 +45,7 @@ class StreamOptions:
     alarm_webhook: str | None = None
     """HTTP address that receives alarms as JSON; none: they are only logged."""
     on_alarm: OnAlarm = "log"
-    """What an alarm does. With log, the run goes on as before; with hold, it publishes no deltas until the
+    """What an alarm does. With log, it is only reported; with hold, the run publishes no deltas until the
     alarm ends, so that servers keep the last good weights.
     """
 
