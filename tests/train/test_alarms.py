@@ -97,5 +97,12 @@ def test_options_of_alarms_are_checked():
         StreamOptions(calibration_limit=1)
     with pytest.raises(ValueError, match="on_alarm is 'stop'"):
         StreamOptions(on_alarm="stop")
+    # Options without an effect.
+    with pytest.raises(ValueError, match=r"on_alarm is 'hold'.*drift_limit"):
+        StreamOptions(on_alarm="hold")
+    with pytest.raises(ValueError, match="delta_seconds is None"):
+        StreamOptions(on_alarm="hold", drift_limit=0.25, delta_seconds=None)
+    with pytest.raises(ValueError, match="page_server is http://a"):
+        StreamOptions(page_server="http://a")
     with pytest.raises(ValueError, match="ftp://host"):
         StreamOptions(alarm_webhook="ftp://host")

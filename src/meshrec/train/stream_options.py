@@ -95,3 +95,18 @@ class StreamOptions:
             raise ValueError(f"page is {self.page}; a port is from 0 to {(1 << 16) - 1:,}. Take 0 for any.")
         if self.on_alarm not in get_args(OnAlarm):
             raise ValueError(f"on_alarm is {self.on_alarm!r}; it must be one of {get_args(OnAlarm)}.")
+        if self.on_alarm == "hold" and self.calibration_limit is None and self.drift_limit is None:
+            raise ValueError(
+                "on_alarm is 'hold', and no limit raises an alarm. Set calibration_limit, such as 1.5, or "
+                "drift_limit, such as 0.25; or take on_alarm 'log'."
+            )
+        if self.on_alarm == "hold" and self.delta_seconds is None:
+            raise ValueError(
+                "on_alarm is 'hold', and delta_seconds is None, so there are no deltas to hold back. Set "
+                "delta_seconds, such as 5, or take on_alarm 'log'."
+            )
+        if self.page_server is not None and self.page is None:
+            raise ValueError(
+                f"page_server is {self.page_server}, and there is no page to show it. Set page to a port, "
+                "such as 8000 or 0 for any, or page_server to none."
+            )
