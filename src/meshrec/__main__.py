@@ -87,10 +87,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
     A library may catch KeyboardInterrupt while it tries to import another library. The command would then
     continue, or fail later with an ImportError for a module that is only half loaded.
-
-    Args:
-        number: signal number.
-        frame: frame in which the signal arrived.
     """
     # Python's import machinery is on the stack if a module is being imported.
     importing = frame

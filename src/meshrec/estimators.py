@@ -138,24 +138,14 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
             raise
 
     def _paths(self, data: Any, folder: Path) -> tuple[str, ...]:
-        """Return paths of the training data.
-
-        Args:
-            data: paths, which are made absolute, or a table, which is written to a file.
-            folder: folder for the file.
-        """
+        """Return paths of the training data."""
         if _are_paths(data):
             return tuple(_absolute_path(path) for path in ([data] if isinstance(data, str | Path) else data))
         pq.write_table(to_table(data), folder / _DATA)
         return (str(folder / _DATA),)
 
     def _train(self, text: str, folder: Path) -> None:
-        """Train a recipe with this estimator's options, and set ``recipe_`` and ``summary_``.
-
-        Args:
-            text: recipe as Python source, which defines a function ``recipe``.
-            folder: folder in which to create the run folder.
-        """
+        """Train a recipe with this estimator's options, and set ``recipe_`` and ``summary_``."""
         names: dict[str, Any] = {}
         # Safe, because recipe_text or recipe_of_log has generated this code.
         exec(compile(text, "recipe.py", "exec"), names)
@@ -190,12 +180,7 @@ class _Estimator(_base.BaseEstimator):  # type: ignore[misc, name-defined]
         return evaluated.metrics
 
     def _scorer(self, data: Any, *, labelled: bool) -> Scorer:
-        """Return a scorer for some data with the trained model. The model is loaded only once.
-
-        Args:
-            data: a table or paths.
-            labelled: whether the data must have the label.
-        """
+        """Return a scorer for some data with the trained model. The model is loaded only once."""
         run = RunFolder(self.run_)
         # Tables are converted to Arrow. Files are read while scoring.
         paths = data if _are_paths(data) else to_table(data)
@@ -301,7 +286,6 @@ class _TableEstimator:
         """Propose a recipe for the data, train it, and return the estimator.
 
         Args:
-            X: a table, an array or paths.
             y: labels [n]; None: they are in ``X``, in the column ``label``.
             task: kind of label; None: infer it from the data.
             query: column that groups rows, for ranking.
@@ -363,7 +347,6 @@ class _TableEstimator:
         """Return the data as a table. Paths, and tables that need no validation, are returned unchanged.
 
         Args:
-            X: a table, an array or paths.
             reset: whether to set the number and names of features (in ``fit``), or to check them.
         """
         is_frame = hasattr(X, "__arrow_c_stream__") or type(X).__module__.split(".")[0] in (
@@ -543,12 +526,7 @@ class Classifier(_base.ClassifierMixin, _TableEstimator, _Estimator):  # type: i
             self.curve_ = tuple(fit_run_curve(run, scorer, ranks, self.calibration))
 
     def _set_classes(self, labels: Any, label: Any) -> None:
-        """Set ``classes_``, and set ``_positive`` to the position in it of the class with training label 1.
-
-        Args:
-            labels: label values in the data.
-            label: description of the label in the proposed recipe.
-        """
+        """Set ``classes_``, and set ``_positive`` to the position of the class with training label 1."""
         self.classes_ = np.array(sorted(label.classes or labels.values.to_pylist()))
         self._positive = 1 if not label.classes else int(label.classes[-1] == self.classes_[-1])
 

@@ -396,14 +396,7 @@ class DistributedModelParallel(nn.Module):
         embedding_modules: Mapping[str, tuple[nn.Module, Sharder]],
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
-        """Return the plan to use, after checking it on all ranks. Collective.
-
-        Args:
-            plan: given plan; None: run the planner.
-            module: the model.
-            embedding_modules: embedding modules and their sharders, by path.
-            sharders: all sharders.
-        """
+        """Return the plan to use, after checking it on all ranks. Collective."""
         # All ranks pass a plan or none does; the planner is collective.
         if plan is None:
             plan = self._make_plan(module, sharders) if embedding_modules else ShardingPlan({})
@@ -438,11 +431,7 @@ class DistributedModelParallel(nn.Module):
         }
 
     def _init_ddp(self, ignored: set[str]) -> None:
-        """Wrap the model in DistributedDataParallel.
-
-        Args:
-            ignored: names of parameters and buffers that DistributedDataParallel must not touch.
-        """
+        """Wrap the model in DistributedDataParallel."""
         from meshrec.comms.dense_gradients import DenseGradients
 
         parallel = nn.parallel.DistributedDataParallel
@@ -496,10 +485,6 @@ def _embedding_modules(
 ) -> dict[str, tuple[nn.Module, Sharder]]:
     """Return the embedding modules in a model and the sharder for each, by path.
 
-    Args:
-        module: the model.
-        sharders: one sharder per type of embedding module.
-
     Raises:
         ValueError: a sharder has an option for an unknown table, or for a name that several modules have.
     """
@@ -522,10 +507,6 @@ def _with_actual_kernels(plan: ShardingPlan, sharded: Mapping[str, Any]) -> Shar
     """Return the plan with the kernels that the sharded modules actually use.
 
     The given plan may leave the kernels open, or name others.
-
-    Args:
-        plan: the plan.
-        sharded: sharded modules by path.
     """
     return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 

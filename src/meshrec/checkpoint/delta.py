@@ -195,15 +195,7 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, "_LocalRows", int]]:
-        """Return this rank's changed rows for every tracked table.
-
-        Args:
-            since: return rows that changed after this update.
-            also: IDs of additional rows, by parameter name.
-
-        Returns:
-            Tuples (parameter name, rows, embedding dim).
-        """
+        """Return name, rows changed after update ``since``, and dim of every tracked table on this rank."""
         changed = []
         for name, touched, t, table in self._tracked_tables():
             extra_ids = also.get(name)
@@ -259,17 +251,7 @@ class _LocalRows(NamedTuple):
 
 
 def _fixed_rows(rows: Table, keys: Tensor, extra_ids: Tensor | None) -> _Piece:
-    """Return some rows of a table rectangle, for a table that is not hashed.
-
-    Args:
-        rows: table rectangle, which has a row range and a column range.
-        keys: row indices in the whole table, int64, ascending. All lie in the row range.
-        extra_ids: indices of additional rows to return. Indices outside the row range are ignored. None: no
-            additional rows.
-
-    Returns:
-        Distinct row indices [U], first column, end column, and the rows [U, columns] on the CPU.
-    """
+    """Return a rectangle's rows at ``keys``, ascending indices in the whole table, and ``extra_ids``."""
     _, r0, r1, c0, c1 = rows.rectangle
     if extra_ids is not None:
         keys = _union(keys, extra_ids, r0, r1)
@@ -282,8 +264,6 @@ def _hashed_rows(
     """Return this rank's changed rows and evicted IDs for a hashed table.
 
     Args:
-        touched: record of the updates that changed rows.
-        table: index of the table in the module.
         since: return changes after this update.
         now: number of the last update.
         extra_ids: IDs of additional rows. IDs without a row are returned as evicted. None: none.
@@ -317,18 +297,7 @@ def _union(keys: Tensor, extra_ids: Tensor, first: int, end: int) -> Tensor:
 
 
 def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Exported) -> dict[str, Tensor]:
-    """Combine a table's changed rows from all ranks into the tensors of the output file.
-
-    Args:
-        name: parameter name.
-        pieces: changed rows by rank.
-        dim: embedding dim.
-        counts: receives the numbers of rows and of evicted IDs.
-
-    Returns:
-        Tensors ``<name>.ids``, ``<name>.rows`` and ``<name>.gone``; see `RowTracker.export`. The first two
-        are missing if the table has no row to export, and ``<name>.gone`` if the table is not hashed.
-    """
+    """Combine a table's changed rows, by rank, into tensors ``<name>.ids``, ``.rows`` and ``.gone``."""
     ids, rows = _join_columns([piece for local_rows in pieces for piece in local_rows.pieces], dim)
     tensors: dict[str, Tensor] = {}
     if len(ids):
@@ -341,15 +310,7 @@ def _assemble_table(name: str, pieces: list[_LocalRows], dim: int, counts: Expor
 
 
 def _join_columns(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
-    """Join changed rows from all rectangles of a table, which may be split by rows and by columns.
-
-    Args:
-        pieces: tuples (IDs, first column, end column, rows).
-        dim: embedding dim.
-
-    Returns:
-        The distinct IDs, int64 [U], ascending, and their full rows [U, dim].
-    """
+    """Return the distinct IDs [U], ascending, and full rows [U, dim] of a table split by rows and columns."""
     # The empty tensor keeps the dtype if ``pieces`` is empty.
     ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
     dtype = pieces[0][3].dtype if pieces else torch.float32

@@ -132,15 +132,7 @@ def read_record(folder: str | Path, number: int) -> DeltaRecord:
 
 
 def _parse_record(content: bytes, number: int) -> DeltaRecord:
-    """Parse and validate the content of a delta's JSON file.
-
-    Args:
-        content: file content.
-        number: delta number in the file name.
-
-    Raises:
-        DamageError: the content is invalid, or belongs to another delta.
-    """
+    """Parse a delta's JSON file. Raise DamageError if it is invalid or belongs to another delta."""
     # The checksum is verified if there is one. Format 1 had none.
     values = unsealed(content, "it", required=False)
     version = check_integer(values.get("format"), "its format", 1, FORMAT)

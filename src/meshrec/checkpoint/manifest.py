@@ -463,16 +463,7 @@ def _record_from_json(name: str, encoded: Any) -> TensorRecord:
 
 
 def _piece_from_json(encoded: Any, num_dims: int, tensor: str) -> StoredPiece:
-    """Parse and validate a piece.
-
-    Args:
-        encoded: JSON value.
-        num_dims: number of dimensions of the tensor.
-        tensor: tensor name, for errors.
-
-    Raises:
-        DamageError: the value is invalid.
-    """
+    """Parse a piece of a tensor. Raise DamageError if the value is invalid."""
     label = f"a piece of {tensor}"
     offset, shape, file, start, rows_per_block, checksums = check_list(encoded, label, 6)
     written = check_string(checksums, f"the checksums of {label}")

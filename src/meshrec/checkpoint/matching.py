@@ -128,11 +128,7 @@ def _fitting_tensors(
     """Return a module's tensors that are loaded from the checkpoint, and record the differences.
 
     Args:
-        entry: entry name.
-        module: the module.
         targets: tensors of the module by name in the checkpoint, without tables that are found by ID.
-        manifest: checkpoint manifest.
-        matching: what to load.
     """
     tables = {f"{entry}.{path}.weight": table_name(path) for path in fixed_targets(module)}
     hashed = tuple(f"{entry}.{path}." for path in hashed_targets(module))
@@ -172,10 +168,6 @@ def _fitting_state(
     """Return the names of the loaded parameters whose optimizer state is loaded, too, and create the state.
 
     Args:
-        optimizer: optimizer to load.
-        saved: the optimizer's encoded state in the checkpoint, by parameter.
-        loaded: names of the parameters that are loaded.
-        differences: receives the parameters whose state is fresh.
         undo: receives a function that removes the created state.
     """
     names = sorted(name for name in optimizer.params if name in loaded)
@@ -196,13 +188,7 @@ def _fitting_state(
 def _finish_state(
     optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[str, Any]], names: Collection[str]
 ) -> None:
-    """Load the non-tensor values of optimizer state, and call the optimizer's ``load_state_dict``.
-
-    Args:
-        optimizer: optimizer whose tensors have been filled.
-        saved: the optimizer's encoded state in the checkpoint, by parameter.
-        names: names of the parameters whose state is loaded.
-    """
+    """Load the non-tensor values of optimizer state, and call the optimizer's ``load_state_dict``."""
     state = optimizer.state_dict()["state"]
     for name in names:
         for slot, value in saved[name].items():

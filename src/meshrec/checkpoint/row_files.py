@@ -163,9 +163,7 @@ def _target_of(module: nn.Module, table: str, *, optimizer: bool) -> _ImportTarg
     """Find the table in the model into which rows are to be imported.
 
     Args:
-        module: the model.
         table: table name, or the end of the module path.
-        optimizer: whether optimizer state is imported as well.
 
     Raises:
         ValueError: no table or several tables match.
@@ -233,16 +231,7 @@ def _load_rows(file: Any, target: _ImportTarget) -> None:
 
 
 def _check_file(file: Any, source: Path, target: _ImportTarget) -> None:
-    """Check that every row in a file can be imported into a table.
-
-    Args:
-        file: open Parquet file.
-        source: file path, for errors.
-        target: table to import into.
-
-    Raises:
-        ValueError: the file does not fit the table.
-    """
+    """Raise ValueError unless every row in a Parquet file can be imported into a table."""
     schema, num = file.schema_arrow, file.metadata.num_rows
     widths = {
         _ID: 0,
@@ -288,14 +277,7 @@ def _check_finite(source: Path, ids: Tensor, parts: Mapping[str, Tensor]) -> Non
 
 
 def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
-    """Raise ValueError if a column's Arrow type differs from the type needed by the table.
-
-    Args:
-        source: file path, for errors.
-        name: column name.
-        kind: Arrow type of the column.
-        width: number of floats per row; 0 for the ID column, which must be int64.
-    """
+    """Raise ValueError unless a column has ``width`` floats per row, or, if ``width`` is 0, int64 IDs."""
     pa = needs("pyarrow", "data")
     is_list = pa.types.is_fixed_size_list(kind) and pa.types.is_floating(kind.value_type)
     if width == 0:
@@ -310,15 +292,7 @@ def _check_type(source: Path, name: str, kind: Any, width: int) -> None:
 
 
 def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Read a file in blocks. Yield the IDs, int64 [N], and row parts by name, [N] or [N, dim].
-
-    Args:
-        file: open Parquet file.
-        columns: names of the row parts to read. The value is True if a part has a single value per row.
-
-    Raises:
-        ValueError: a value is null.
-    """
+    """Yield a Parquet file's IDs, int64 [N], and row parts, [N] or [N, dim]. Raise ValueError on null."""
     names = [_ID, *map(_column, columns)]
     for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=names):
         for name, array in zip(names, map(batch.column, names), strict=True):
@@ -333,12 +307,7 @@ def _blocks(file: Any, columns: Mapping[str, bool]) -> Iterator[tuple[Tensor, di
 
 
 def _values(array: Any, is_per_row: bool) -> Tensor:
-    """Convert an Arrow array to a tensor [N], or a list array to a tensor [N, dim].
-
-    Args:
-        array: Arrow array.
-        is_per_row: whether there is a single value per row.
-    """
+    """Convert an Arrow array to a tensor [N], or a list array to a tensor [N, dim]."""
     flat = _tensor((array if is_per_row else array.flatten()).to_numpy(zero_copy_only=False))
     return flat if is_per_row else flat.view(len(array), -1)
 
@@ -381,7 +350,6 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
     """Return the prefix of a table's tensor names in a checkpoint, such as "model.ebc.embedding_bags.items.".
 
     Args:
-        manifest: checkpoint manifest.
         table: table name, or the end of the module path.
 
     Raises:
@@ -402,16 +370,7 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
 
 
 def _find_table(paths: set[str], table: str, where: str) -> str:
-    """Return the only path that equals ``table`` or ends with ``.table``.
-
-    Args:
-        paths: table paths.
-        table: table name, or the end of the module path.
-        where: where the tables are, for errors: "the model" or "the checkpoint".
-
-    Raises:
-        ValueError: no path or several paths match.
-    """
+    """Return the path that equals ``table`` or ends with ``.table``. ValueError unless there is only one."""
     matches = sorted(path for path in paths if path == table or path.endswith(f".{table}"))
     if len(matches) == 1:
         return matches[0]
@@ -423,12 +382,7 @@ def _find_table(paths: set[str], table: str, where: str) -> str:
 
 
 def _slots_of(manifest: Manifest, prefix: str) -> dict[str, str]:
-    """Return the names of a table's optimizer state tensors in a checkpoint, by name such as "exp_avg".
-
-    Args:
-        manifest: checkpoint manifest.
-        prefix: prefix of the table's tensor names in the checkpoint.
-    """
+    """Return the names of a table's optimizer state tensors in a checkpoint, by name such as "exp_avg"."""
     # Names of optimizer state are <optimizer entry>.state.<parameter>.<slot>; see ``state.py``.
     entry = next(record.entry for name, record in manifest.tensors.items() if name == f"{prefix}weight")
     middle = f".state.{prefix.removeprefix(f'{entry}.')}weight."

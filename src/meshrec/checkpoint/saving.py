@@ -237,12 +237,8 @@ def _load(
     """Load a checkpoint as `prepare` says; see `load`. Collective.
 
     Args:
-        path: as for `load`.
-        state: as for `load`.
         prepare: function that compares the state with the checkpoint, called with folder, manifest, and a
             list that receives functions to undo its changes.
-        axis: the ranks.
-        is_whole: whether all values of the modules are loaded.
     """
     # Results of `read_and_prepare`, which cannot return them because `agreed` would send them to all ranks.
     prepared: dict[str, Any] = {}
@@ -459,10 +455,6 @@ class _Save:
     """One rank's work for a save, in the foreground or background. Creating it is collective.
 
     Args:
-        path: see `save`.
-        state: see `save`.
-        step: see `save`.
-        axis: participating ranks.
         background: whether a forked process writes the data file.
     """
 

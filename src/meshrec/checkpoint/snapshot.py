@@ -193,12 +193,7 @@ class SnapshotParts:
             raise
 
     def _fork_safe(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a tensor with the same values that may be read in a forked process.
-
-        Args:
-            tensor: the tensor.
-            shared: address ranges of shared memory.
-        """
+        """Return a tensor with the same values that may be read in a forked process."""
         if isinstance(tensor, StreamedPart):
             # All parts of a table must come from the same snapshot, or they would be from different moments.
             number = id(tensor.table)
@@ -246,10 +241,7 @@ def _write_and_exit(
 
     Args:
         parent: parent process ID.
-        prctl: function prctl(2), or None if the system lacks it.
         started_pipe: write end of the pipe on which the child reports that it runs.
-        path: data file.
-        parts: pieces to write.
         note: file to write after success.
     """
     code = 1

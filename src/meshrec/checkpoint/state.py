@@ -269,11 +269,6 @@ def _added_since(entry: str, item: Any, saved: set[str]) -> dict[str, Callable[[
     A module that gains a buffer in a new release declares the neutral value, which leaves the results of
     older models unchanged: ``older_checkpoints = {"buffer": value}``.
 
-    Args:
-        entry: entry name.
-        item: module or optimizer to load. Optimizers have no such buffers.
-        saved: names of the entry's tensors in the checkpoint.
-
     Returns:
         Functions that set a buffer to this value, by the buffer's name in the checkpoint.
     """
@@ -288,12 +283,7 @@ def _added_since(entry: str, item: Any, saved: set[str]) -> dict[str, Callable[[
 
 
 def _accept(stateful_loaders: list[tuple[Any, Callable[[], None]]], undo: list[Callable[[], object]]) -> None:
-    """Pass loaded values to stateful objects, and append functions to ``undo`` that restore old values.
-
-    Args:
-        stateful_loaders: stateful objects, and functions that load them.
-        undo: receives a function per object, before the object's load, which may fail halfway.
-    """
+    """Pass loaded values to stateful objects, and append functions to ``undo`` that restore old values."""
     for item, load in stateful_loaders:
         # Append before loading, because a load that fails halfway must be undone as well.
         # A copy, because ``state_dict`` may return the containers that the load changes.
@@ -305,12 +295,6 @@ def _check_references(entry: str, kind: str, content: Any, current_content: Any)
     """Raise DamagedCheckpointError unless checkpoint and state have the same tensors at the same positions.
 
     A position is the path of keys and indices to a tensor in the entry's content.
-
-    Args:
-        entry: entry name.
-        kind: one of `KINDS`, for the error.
-        content: encoded content of the entry in the checkpoint.
-        current_content: encoded content of the entry in the training state.
     """
     if tensor_references(content) != tensor_references(current_content):
         raise DamagedCheckpointError(
@@ -319,16 +303,7 @@ def _check_references(entry: str, kind: str, content: Any, current_content: Any)
 
 
 def _generators(manifest: Manifest, saved: Mapping[str, set[str]], rank: int) -> dict[str, Tensor]:
-    """Allocate tensors into which this rank's random number generator states are loaded.
-
-    Args:
-        manifest: checkpoint manifest, with shapes and dtypes.
-        saved: names of saved tensors, by checkpoint entry.
-        rank: this rank.
-
-    Returns:
-        Uninitialized tensors by generator name. Empty if the checkpoint has no states for this rank.
-    """
+    """Allocate tensors, by generator name, for this rank's generator states. Empty if there are none."""
     prefix = f"{RANDOM}.{rank}."
     names = [name for name in saved.get(RANDOM, ()) if name.startswith(prefix)]
     return {name.removeprefix(prefix): _empty(manifest, name) for name in names}
@@ -338,12 +313,6 @@ def _residuals(
     entry: str, model: DistributedModelParallel, manifest: Manifest, rank: int
 ) -> dict[str, Tensor]:
     """Allocate tensors into which this rank's error feedback residuals are loaded.
-
-    Args:
-        entry: model name in the training state.
-        model: sharded model to load.
-        manifest: checkpoint manifest.
-        rank: this rank.
 
     Returns:
         Uninitialized tensors by name in the checkpoint. Empty if the plan or the world size differs from the
@@ -463,12 +432,6 @@ def table_name(path: str) -> str:
 
 def _add_slots(tables: TablesById, state: Mapping[str, Any], path: str, prefix: str) -> dict[str, Tensor]:
     """Add the names of a table's optimizer state tensors in the checkpoint to ``tables``.
-
-    Args:
-        tables: receives the names.
-        state: training state to load. Any optimizer in it may have state for the table.
-        path: path of the table in the module.
-        prefix: prefix of the table's tensor names in the checkpoint.
 
     Returns:
         Current optimizer state tensors of the table by slot, such as "exp_avg".
@@ -613,11 +576,6 @@ def _select_common(
     """Select the module tensors contained in the checkpoint as well, and log all other tensors.
 
     Args:
-        entry: entry name.
-        module: the module.
-        targets: the module's tensors by name in the checkpoint.
-        saved: names of the entry's tensors in the checkpoint.
-        rank: this rank; only rank 0 logs.
         is_only_source: whether nothing else of the module is loaded. False if it has hashed tables, which
             are loaded separately.
 
@@ -659,11 +617,6 @@ def _restorer(
     value to the object's ``load_state_dict``, or replaces the plain value in ``state``.
 
     Args:
-        state: training state to load.
-        entry: entry name of the item.
-        item: stateful object or plain value.
-        kind: one of `KINDS`.
-        content: encoded value from the manifest.
         buffers: memory for the value's tensors, by checkpoint name.
 
     Raises:
@@ -716,14 +669,7 @@ def saved_names(manifest: Manifest) -> dict[str, set[str]]:
 
 
 def _compare(entry: str, targets: Mapping[str, Tensor], manifest: Manifest, saved: set[str]) -> None:
-    """Raise ValueError if the names or shapes of an entry's tensors differ from the checkpoint.
-
-    Args:
-        entry: entry name.
-        targets: tensors to load, by name in the checkpoint.
-        manifest: checkpoint manifest.
-        saved: names of the entry's tensors in the checkpoint.
-    """
+    """Raise ValueError if the names or shapes of an entry's tensors differ from the checkpoint."""
     missing, unexpected = sorted(set(targets) - saved), sorted(saved - set(targets))
     if missing or unexpected:
         parts = [

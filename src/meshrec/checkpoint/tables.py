@@ -146,15 +146,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _module_entry(manifest: Manifest, entry: str | None) -> str:
-    """Return the entry name of a module in a checkpoint.
-
-    Args:
-        manifest: checkpoint manifest.
-        entry: entry name; None: the only module.
-
-    Raises:
-        ValueError: the module does not exist, or there are several.
-    """
+    """Return a module's entry name, by default the only one. ValueError if there is none, or several."""
     modules = [name for name, value in manifest.values.items() if value["kind"] == "module"]
     if entry is None and len(modules) == 1:
         return modules[0]

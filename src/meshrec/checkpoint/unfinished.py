@@ -19,10 +19,6 @@ class _PartlyLoadedHook:
     """Forward pre-hook that raises, because the module is partly loaded.
 
     A class instead of a closure, so it can be copied and pickled with the module.
-
-    Args:
-        reason: error message.
-        source: path or description of the source whose load failed.
     """
 
     def __init__(self, reason: str, source: str) -> None:

@@ -89,10 +89,6 @@ def _run_command(command: Command, arguments: Sequence[str]) -> int:
     """Run a subcommand, and return the exit code.
 
     Errors that the user can fix are printed as a single line. Other errors are raised, with a traceback.
-
-    Args:
-        command: the subcommand.
-        arguments: words after the subcommand.
     """
     try:
         # Imports create many objects, and garbage collections would slow them down.

@@ -81,13 +81,7 @@ _INDICES = {".usearch": _write_usearch, ".faiss": _write_faiss}
 
 
 def _write_parquet(out: Path, vectors: "np.typing.NDArray[np.float32]", values: Any) -> None:
-    """Write a Parquet file with the columns row, value and vector.
-
-    Args:
-        out: file to write.
-        vectors: embeddings, float32 [rows, dim].
-        values: data value of every row.
-    """
+    """Write a Parquet file with the columns row, value and vector."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -169,18 +169,11 @@ def _propose_refit(run: RunFolder) -> None:
 
 
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
-    """Compute the item vectors of a two-tower model, and write them to the file ``--vectors``.
+    """Write the item vectors of a two-tower model to the file ``--vectors``, and return their shape.
 
     A Parquet file has the column ``vector``, and columns that identify the items. With --items, these are the
     columns of that data. Without it, they are ``item``, or, if the data has no catalog, ``row`` and the value
     of the tower's only feature.
-
-    Args:
-        options: options of the command.
-        predictor: exported package with the item tower.
-
-    Returns:
-        Shape of the vectors, (number of items, width).
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet

@@ -95,14 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _fit_on_engine(options: FitOptions, num_workers: int, source: str, data: TableSource) -> None:
-    """Fit on Ray or Dask, and write the folder.
-
-    Args:
-        options: command options.
-        num_workers: number of tasks at the same time.
-        source: full recipe name.
-        data: data of the recipe.
-    """
+    """Fit on Ray or Dask, and write the folder."""
     from meshrec.data.engines import dask_engine, ray_engine
 
     if options.on == "ray":

@@ -241,13 +241,7 @@ def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
 
 
 def _profile(options: InspectOptions, label: str, tell: Callable[[float], None]) -> "Profile":
-    """Return statistics per column.
-
-    Args:
-        options: options of the command.
-        label: label column.
-        tell: called with the finished share of the rows, from 0 to 1.
-    """
+    """Return statistics per column. Call ``tell`` with the finished share of the rows."""
     from meshrec.data.locations import expand_tables
     from meshrec.data.parquet_tables import ParquetTables
     from meshrec.data.profile import profile
@@ -274,13 +268,7 @@ def _profile(options: InspectOptions, label: str, tell: Callable[[float], None])
 
 
 def _with_times(table: "pa.Table", column: str | None, time_format: str | None) -> "pa.Table":
-    """Return a table in which the strings in a column are parsed as times.
-
-    Args:
-        table: the table.
-        column: column name. Columns of other types than strings are left unchanged.
-        time_format: format, as for strptime. Without column or format, the table is returned unchanged.
-    """
+    """Parse the strings in a column as times. Without column or format, return the table unchanged."""
     if column is None or time_format is None:
         return table
     from meshrec.data.faults import DataError
@@ -299,10 +287,6 @@ def _with_times(table: "pa.Table", column: str | None, time_format: str | None) 
 
 def _read_csvs(files: "Sequence[File]", form: CsvFormat) -> Iterator["pa.Table"]:
     """Read CSV files, and yield a table per file.
-
-    Args:
-        files: paths and URIs.
-        form: CSV format.
 
     Raises:
         DataError: a file has other columns than the first one, or bytes that are not UTF-8.

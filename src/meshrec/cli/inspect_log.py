@@ -123,12 +123,7 @@ def recipe_of_log(
 
 
 def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
-    """Return the recipe parts for a next-item model.
-
-    Args:
-        log: log statistics.
-        model: model name.
-    """
+    """Return the recipe parts for a next-item model."""
     from meshrec.ops.mapping import memory_limit
 
     name, call = _MODELS[model]
@@ -161,12 +156,7 @@ def _next_item_parts(log: "LogProposal", model: NextItemModel) -> _RecipeParts:
 
 
 def _click_parts(log: "LogProposal", label: str) -> _RecipeParts:
-    """Return the recipe parts for a click model.
-
-    Args:
-        log: log statistics.
-        label: column with clicks.
-    """
+    """Return the recipe parts for a click model."""
     return _RecipeParts(
         task="DIN: does the user click, given the clicks before?",
         source="ClickLog",
@@ -183,14 +173,7 @@ def _click_parts(log: "LogProposal", label: str) -> _RecipeParts:
 
 
 def _recipe_text(data: Sequence[str], log: "LogProposal", parts: _RecipeParts, out: Path) -> str:
-    """Return a recipe for a log as Python source code.
-
-    Args:
-        data: files, folders or patterns.
-        log: log statistics.
-        parts: recipe parts that depend on the model.
-        out: recipe file. Relative paths in a recipe start at its folder.
-    """
+    """Return a recipe for a log as Python source code."""
     # About 150 steps per epoch, with a power of two from 16 to 256 as batch size.
     batch = 2 ** round(math.log2(min(max(parts.num_samples / 150, 16), 256)))
     # As many epochs as `_STEPS` steps need, but at least 4 and at most 100.

@@ -152,12 +152,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _slurm(options: SlurmOptions, train_arguments: Sequence[str]) -> int:
-    """Write a Slurm script, submit it, and return the exit code.
-
-    Args:
-        options: options of the subcommand.
-        train_arguments: options for `meshrec train`.
-    """
+    """Write a Slurm script, submit it, and return the exit code."""
     job = SlurmJob(
         recipe=options.recipe,
         arguments=train_arguments,
@@ -188,12 +183,7 @@ def _slurm(options: SlurmOptions, train_arguments: Sequence[str]) -> int:
 
 
 def _kubernetes(options: KubernetesOptions, train_arguments: Sequence[str]) -> int:
-    """Print the manifest for a training job, and return the exit code.
-
-    Args:
-        options: options of the subcommand.
-        train_arguments: options for `meshrec train`.
-    """
+    """Print the manifest for a training job, and return the exit code."""
     names = ("recipe", "image", "replicas", "ranks_per_pod", "name", "claim", "cpus", "memory", "shm", "gpus")
     values = {name: getattr(options, name) for name in (*names, "restarts")}
     job = JobOptions(**values, arguments=train_arguments, environment=_variables(options.env))

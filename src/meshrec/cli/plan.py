@@ -238,12 +238,7 @@ def _run_folder_of(compare: Path) -> Path:
 
 
 def _make_plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
-    """Load a saved plan, or make a plan for a recipe or task file.
-
-    Args:
-        source: recipe, task file or saved plan.
-        options: options of the command.
-    """
+    """Load a saved plan, or make a plan for a recipe or task file."""
     # A recipe is a name, module:function, or a Python or YAML file. JSON files are tasks or plans.
     if not source.is_file() or source.suffix in (".py", *YAML_SUFFIXES):
         if source.suffix in (".py", *YAML_SUFFIXES) or str(source) in RECIPES or ":" in str(source):
@@ -373,12 +368,7 @@ def _parse_what_if(text: str) -> list[int]:
 
 
 def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
-    """Print a table with predicted and measured times per phase.
-
-    Args:
-        plan: plan with the predictions.
-        path: run folder, or phases.jsonl, with the measured times.
-    """
+    """Print a table with predicted times per phase, and times measured by a run or in phases.jsonl."""
     measured = (RunFolder(_run_folder_of(path)).read_json(CONFIG) or {}).get("ranks")
     planned = plan.required_inputs().topology.world_size
     if measured not in (None, planned):

@@ -131,10 +131,6 @@ def _given(counts: dict[str, Any]) -> DataSize:
 def _of_source(source: Path, counts: dict[str, Any]) -> DataSize:
     """Return the size of a recipe's or run's data, except for counts that the caller gives.
 
-    Args:
-        source: recipe, or run name or folder.
-        counts: given counts.
-
     Raises:
         ValueError: a given count does not exist for this data.
     """

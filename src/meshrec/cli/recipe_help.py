@@ -78,10 +78,6 @@ def _option_words(prefix: str, value: Any) -> Iterator[str]:
 
     For a switch, yield the option that changes the current value. For a nested dataclass, yield the number of
     options in it.
-
-    Args:
-        prefix: group name, such as "training".
-        value: the dataclass.
     """
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)

@@ -220,15 +220,7 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
 
 
 def _format_change(first: Figure | None, figure: Figure | None) -> tuple[str, str]:
-    """Return a table cell with a run's figure, the change from the first run, and a verdict on the change.
-
-    Args:
-        first: the first run's figure; None: missing.
-        figure: the figure to format; None: missing.
-
-    Returns:
-        The value and the change as a string, and the verdict, which is "better", "worse" or "".
-    """
+    """Return a figure with its change from the first run, and the verdict "better", "worse" or ""."""
     if figure is None:
         return "-", ""
     text = _format_number(figure.value)
@@ -275,12 +267,7 @@ def _recipe_name(folder: RunFolder) -> str:
 
 
 def _summary_key(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
-    """Return a sort key function, which reads a value from a run's summary. Runs without it come first.
-
-    Args:
-        path: nested names in the summary, such as "validation", "loss".
-        sign: 1 for ascending order, -1 for descending order.
-    """
+    """Return a key to sort runs by a value in their summary. Runs without it come first."""
 
     def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
         """Return the value in the summary times ``sign``, or minus infinity if it is missing."""

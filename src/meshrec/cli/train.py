@@ -139,12 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str], locks: ExitStack) -> int:
-    """Run the command, and return the exit code.
-
-    Args:
-        arguments: words after ``meshrec train``.
-        locks: receives the locks on the run folder.
-    """
+    """Run the command, and return the exit code."""
     name, words = split_recipe(arguments)
     # Parse twice: recipe options are unknown until the recipe is resolved, for which command options are
     # needed.
@@ -417,11 +412,6 @@ def _report_failure(folder: RunFolder, error: str, code: int) -> int:
     """Print an error and the command to continue, record the failure, and return ``code``.
 
     If the run has not started, the run folder is removed.
-
-    Args:
-        folder: run folder.
-        error: error message.
-        code: exit code.
     """
     from meshrec.runs.removing import remove_unstarted
     from meshrec.runs.worker import next_commands, record_failed_run
@@ -520,14 +510,7 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
 
 
 def _help(words: Sequence[str]) -> int:
-    """Print the help with all recipes, and return the exit code.
-
-    Args:
-        words: arguments, without a recipe.
-
-    Raises:
-        UsageError: there are arguments, but help was not requested.
-    """
+    """Print the help with all recipes, and return the exit code."""
     # Imported here, because these recipes need the modules of all models and sources.
     from meshrec.train.recipes import RECIPES
 

@@ -177,12 +177,7 @@ def _check_data(ranks: Ranks, recipe: Recipe | None) -> Finding:
 
 
 def _run_checks(check: str, function: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings which ``function`` yields. If it raises OSError, the last finding is a warning.
-
-    Args:
-        check: name of the check, for the warning.
-        function: runs the checks and yields findings.
-    """
+    """Return the findings which ``function`` yields. If it raises OSError, the last finding is a warning."""
     findings: list[Finding] = []
     try:
         # A generator may raise after some findings, which are kept.

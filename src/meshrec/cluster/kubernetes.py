@@ -242,12 +242,7 @@ def serving(job: ServeJob) -> list[dict[str, Any]]:
 
 
 def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
-    """Return the Deployment manifest for a server.
-
-    Args:
-        job: server settings.
-        labels: labels for the server's pods.
-    """
+    """Return the Deployment manifest for a server."""
     # All interfaces, because the Service reaches the pod from outside the container.
     words = ["meshrec", "serve", f"{MODELS}/{job.package}", "--host", "0.0.0.0", "--port", str(_SERVE_PORT)]
     token = {"secretKeyRef": {"name": job.secret, "key": "token"}}
@@ -300,12 +295,7 @@ def _deployment(job: ServeJob, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
-    """Return the pod template of a training job.
-
-    Args:
-        job: job settings.
-        words: command which the container runs.
-    """
+    """Return the pod template of a training job."""
     # The user's variables come last and replace these.
     environment = {
         "MESHREC_LAUNCH": job.name,
@@ -358,14 +348,7 @@ def _pod(job: JobOptions, words: list[str]) -> dict[str, Any]:
 
 
 def _torchrun(job: JobOptions, first: str, number: str) -> list[str]:
-    """Return the command which a pod runs: torchrun with `meshrec train`.
-
-    Args:
-        job: job settings.
-        first: host name of the first pod. It may contain $(NAME), which Kubernetes replaces by the value of
-            the environment variable NAME.
-        number: number of the pod. It may contain $(NAME), too.
-    """
+    """Return the pod's command. ``first`` and ``number`` may contain $(NAME), which Kubernetes replaces."""
     return [
         *("python", "-m", "torch.distributed.run", "--nnodes", str(job.replicas)),
         *("--nproc-per-node", str(job.ranks_per_pod), "--node-rank", number),

@@ -125,12 +125,7 @@ def _rows(text: str, delimiter: str, *, is_whole: bool) -> list[list[str]]:
     """Split the first complete, non-empty lines into fields.
 
     Args:
-        text: start of a file.
-        delimiter: character between fields.
         is_whole: whether the text is the whole file. Otherwise the last line may be incomplete.
-
-    Returns:
-        A list of fields per line; no lines if the text cannot be parsed as CSV.
     """
     try:
         rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if row]

@@ -99,9 +99,7 @@ def _valid_lines(num_rows: int, bad: list[int], *, header: bool) -> Ints:
     """Return the line number per parsed row.
 
     Args:
-        num_rows: number of parsed rows.
         bad: numbers of the lines that Arrow skipped.
-        header: whether the first line is a header.
     """
     # All lines: parsed ones, skipped ones, and the header.
     lines = np.ones(num_rows + len(bad) + header, dtype=np.bool_)
@@ -117,10 +115,7 @@ def _cast_strings(
     """Convert columns that were read as strings to their types. Rows with other strings are damage.
 
     Args:
-        parsed: the parsed rows.
-        types: Arrow type by column.
         where: file name, for messages.
-        faults: raises for damaged rows, or counts them.
         first_line: number of the first line in the file, from 0, for messages.
     """
     table, lines = parsed

@@ -251,12 +251,7 @@ class FollowedFiles(ABC):
 
 
 class _Folder(FollowedFiles):
-    """Followed folder with samples.
-
-    Args:
-        path, faults: as for `FollowedFiles`.
-        features: fitted features that encode the rows.
-    """
+    """Followed folder with samples."""
 
     def __init__(self, path: str | Path, features: Encoding, faults: Faults) -> None:
         super().__init__(path, faults)
@@ -400,14 +395,7 @@ class FilePlanner:
 
 
 class _RankReader:
-    """Reader of this rank's rows, file by file.
-
-    Args:
-        folder: the folder.
-        set_aside: file that receives omitted rows; None: they are only counted.
-        batch_size: samples per batch and rank.
-        axis: the ranks.
-    """
+    """Reader of this rank's rows, file by file."""
 
     def __init__(self, folder: _Folder, set_aside: Path | None, batch_size: int, axis: Axis) -> None:
         self._folder, self._set_aside, self._batch_size, self._axis = folder, set_aside, batch_size, axis

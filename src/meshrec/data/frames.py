@@ -145,10 +145,7 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
     """Read a CSV file or JSON lines.
 
     Args:
-        path: path or URI.
-        types: Arrow type by column; the types of other columns are inferred.
         fixed: columns that stay numeric. Other numeric columns become text if a number has leading zeros.
-        form: known CSV format.
 
     Raises:
         DataError: the file cannot be read.

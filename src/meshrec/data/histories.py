@@ -208,13 +208,6 @@ def _build_if_stale(
 
     The caller holds the lock from `_lock`.
 
-    Args:
-        path: stage folder. A build for other inputs is replaced; log parts that no stage uses any more are
-            deleted.
-        key: digest over all inputs of the stage. The folder is up to date if its manifest has this key.
-        build: writes the stage files into a temporary folder, and returns additional manifest fields.
-        parts: names of the log parts that the stage reads, also after it was built.
-
     Raises:
         DataError: the folder exists, but has no readable manifest, so MeshRec may not have created it.
     """

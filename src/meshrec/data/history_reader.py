@@ -109,11 +109,6 @@ class HistoryReader(IndexedSamples, Reader):
 def _side_features(log: Interactions, users: Ints, indices: Ints) -> dict[str, Ragged]:
     """Return the IDs of n interactions for the user feature and the additional item features.
 
-    Args:
-        log: interactions.
-        users: user number per interaction, [n].
-        indices: index of the interaction in the log, [n].
-
     Returns:
         IDs by feature name. A user without an ID in the user table has none.
     """

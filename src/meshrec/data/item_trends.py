@@ -55,11 +55,7 @@ def item_trends(counts: PopularityCounts, targets_I: Ints) -> ItemTrends:
 
 
 def _trends(counts_CI: Ints) -> Floats:
-    """Compute the trend of every item, float32 [I].
-
-    Args:
-        counts_CI: numbers of all, first and recent interactions per item.
-    """
+    """Return the trend of every item, float32 [I], from its numbers of all, first and recent interactions."""
     every_I, _, recent_I = counts_CI
     # About a tenth, but more if many interactions have the same timestamp.
     share = recent_I.sum() / max(every_I.sum(), 1)
@@ -72,8 +68,6 @@ def _best_weight(counts_I: Ints, trends_I: Floats, targets_I: Ints) -> float:
     """Select the weight with which popularity and trends predict items best.
 
     Args:
-        counts_I: interactions per item.
-        trends_I: trend per item, from the same interactions.
         targets_I: number of occurrences to predict per item.
     """
 

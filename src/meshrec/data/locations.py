@@ -265,14 +265,7 @@ def _escape(sign: re.Match[str]) -> str:
 
 
 def _glob(store: "Store", folder: str, parts: Sequence[str], address: str) -> list[Any]:
-    """Return pyarrow's ``FileInfo`` for the files and folders that match a glob pattern, sorted by path.
-
-    Args:
-        store: the store.
-        folder: path of the folder to which the pattern belongs.
-        parts: path parts below the folder, any of which may be a pattern.
-        address: address of the pattern, for messages.
-    """
+    """Return pyarrow's ``FileInfo`` for the files and folders that match a glob pattern, sorted by path."""
     matches = [
         info for info in store.listed(folder, address) if fnmatch.fnmatchcase(info.base_name, parts[0])
     ]
@@ -283,26 +276,13 @@ def _glob(store: "Store", folder: str, parts: Sequence[str], address: str) -> li
 
 
 def _matches_in_store(store: "Store", folder: str, patterns: Sequence[str], address: str) -> list[Any]:
-    """Return pyarrow's ``FileInfo`` for the files in a store's folder that match patterns; see `expand`.
-
-    Args:
-        store: the store.
-        folder: path of the folder.
-        patterns: entries with patterns; see `_match_first_pattern`.
-        address: address of the folder, for messages.
-    """
+    """Return pyarrow's ``FileInfo`` for the files in a store's folder that match patterns; see `expand`."""
     files = [info for info in _stored_in(store, folder, address) if info.type == pa_fs.FileType.File]
     return _match_first_pattern(files, lambda info: str(info.base_name), patterns)
 
 
 def _stored_in(store: "Store", folder: str, address: str) -> list[Any]:
-    """Return pyarrow's ``FileInfo`` for the files in a store's folder, in the order of `_files_in`.
-
-    Args:
-        store: the store.
-        folder: path of the folder. A missing folder has no files, which `expand` reports.
-        address: address of the folder, for messages.
-    """
+    """Return pyarrow's ``FileInfo`` for a store folder's files, in the order of `_files_in`."""
     files: list[Any] = []
     for info in store.listed(folder, address):
         is_partition = "=" in info.base_name and info.type == pa_fs.FileType.Directory
@@ -326,13 +306,8 @@ def _match_first_pattern(files: Sequence[T], name: Callable[[T], str], patterns:
     """Try the entries of ``patterns`` in order, and return the files that match the first successful entry.
 
     Args:
-        files: files to select from.
-        name: function returning a file's name.
         patterns: entries with one or more glob patterns, separated by blanks. A file matches an entry if it
             matches any pattern in it.
-
-    Returns:
-        The matching files, in order; empty if no entry matches a file.
     """
     for pattern in patterns:
         matches = [

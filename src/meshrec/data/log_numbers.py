@@ -196,11 +196,6 @@ class UserItemNumbers:
         """Return the distinct values from all parts, ordered by first appearance.
 
         Also writes a map per part, ``NAME-PART.npy``: the number for every dictionary code in the part.
-
-        Args:
-            name: `USER` or `ITEM`.
-            kind: type that represents the values in all parts.
-            folder: folder for the maps.
         """
         values = pa.array([], kind)
         pending: list[Any] = []  # distinct values of parts from ``first`` on, not merged into ``values`` yet
@@ -226,11 +221,6 @@ class UserItemNumbers:
 
         Writes ``NAME.npy``, an array with the number for every integer from the smallest on, and the smallest
         integer in ``NAME-low.npy``.
-
-        Args:
-            name: `USER` or `ITEM`.
-            kind: type of the result.
-            folder: folder for the arrays.
 
         Returns:
             The distinct integers by number. None if values are not integers, or span more than `MAX_RANGE`.
@@ -265,12 +255,7 @@ class UserItemNumbers:
         Rewrites the maps from values to numbers; omitted users and items get -1.
 
         Args:
-            folder: folder with the maps.
-            values: distinct values by old number, for `USER` and `ITEM`.
             is_frequent: whether a user or item reaches the minimum count, by old number.
-
-        Returns:
-            Distinct values and row counts by new number, for `USER` and `ITEM`.
         """
         # An omitted row may be the last one of a frequent user. That user gets no number either.
         renumbered = {name: np.full(len(mask), -1, np.int32) for name, mask in is_frequent.items()}
@@ -344,9 +329,6 @@ def _common_type(arrays: Iterable[Any]) -> pa.DataType:
     """Return the Arrow type that `one_number` would give the concatenated arrays, without concatenating them.
 
     Integers and integral floats have an integer type. If any value has a fraction, the type is a float.
-
-    Args:
-        arrays: the same column from every part.
     """
     summaries = []
     for array in arrays:

@@ -198,12 +198,7 @@ def _pieces(log: LogFiles, folder: Path, max_rows: int) -> tuple[list[_Piece], i
     """Divide all log files into pieces.
 
     Args:
-        log: log files and options.
-        folder: folder with the parts, which also caches the digests of the files.
         max_rows: maximum rows per Parquet piece, unless a row group is larger.
-
-    Returns:
-        The pieces in row order, and the row count in all files.
 
     Raises:
         DataError: a file cannot be read, or a log column is in none of the files.
@@ -259,15 +254,8 @@ def _pieces_of_parquet(
     """Divide a Parquet file into pieces, each with consecutive row groups.
 
     Args:
-        name: digest over the file's content and the options.
-        file: the file.
-        keys: partition column values.
         first_row: row number in the whole log for the file's first row.
         max_rows: maximum rows per piece, unless a row group is larger.
-        version: version of a file in a store; None for a local file.
-
-    Returns:
-        The pieces, and all column names, including partition columns.
     """
     try:
         with open_parquet_file(file, version) as opened:
@@ -361,10 +349,6 @@ def _encode_block(
     """Encode the valid rows in a block of rows as a part table; None if no row is valid.
 
     Args:
-        log: log files and options.
-        table: the block.
-        first_row: row number of the block's first row, in the log file.
-        piece: the piece with the block.
         record: record of the piece, updated in place; see `_encode_piece`.
 
     Raises:
@@ -447,12 +431,6 @@ def _report(
     """Report rows without user, item or time, with one message per column for the whole log.
 
     Messages equal those of `filter_log`.
-
-    Args:
-        log: log files and options.
-        encoded: all pieces with their records.
-        num_rows: rows in the log files.
-        faults: raises, or skips and counts the rows.
     """
     for column in log.columns.required():
         missing = [

@@ -419,13 +419,7 @@ def item_ids(item: Vocabulary, values: Any, hashed: Key | None) -> Ints:
 
 
 def _catalog_values(feature: Vocabulary, sample: ItemSample, catalogue: Ints) -> tuple[Feature, Ranges]:
-    """Return an item feature for the dataset, and its IDs for every catalog item.
-
-    Args:
-        feature: fitted item feature.
-        sample: log rows from which the values are taken. An item without a row has no values.
-        catalogue: all item IDs, ascending.
-    """
+    """Return an item feature for the dataset, and its IDs for every catalog item."""
     values = feature.values(sample.table)
     lengths, starts = (np.zeros(len(catalogue), np.int64) for _ in range(2))
     # The catalog has all vocabulary items, and the sample has no others.

@@ -200,7 +200,6 @@ class MessageDecoder:
         """Build Arrow columns from Python values.
 
         Args:
-            columns: values by column, with an entry per row.
             problems: problem by row, for rows that are damaged already; more are added.
         """
         num_rows = len(next(iter(columns.values())))

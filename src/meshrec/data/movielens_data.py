@@ -158,31 +158,14 @@ def _load_recbole(file: Path, faults: Faults) -> RawRatings:
 def _ratings(
     file: Path, faults: Faults, types: dict[str, str], *, delimiter: str, columns: Sequence[str] | None = None
 ) -> "pa.Table":
-    """Read a file with ratings, and rename the columns to user, movie, rating and time.
-
-    Args:
-        file: file to read.
-        faults: raises for damaged rows, or counts them.
-        types: Arrow type name by column, in the order user, movie, rating, time.
-        delimiter: characters between fields.
-        columns: all column names in the file. None: the first line has the names.
-    """
+    """Read a file with ratings, and rename the columns to user, movie, rating and time."""
     table = _read(file, types, delimiter=delimiter, columns=columns, faults=faults)
     assert table is not None
     return _drop_missing_ratings(table.rename_columns(["user", "movie", "rating", "time"]), str(file), faults)
 
 
 def _drop_missing_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
-    """Remove rows with a missing or infinite value.
-
-    Args:
-        table: ratings.
-        where: file name, for messages.
-        faults: raises for such a row, or counts it.
-
-    Raises:
-        DataError: no row remains.
-    """
+    """Remove rows with a missing or infinite value. DataError if no row remains."""
     valid_rows = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
         valid = pc.is_valid(table[name])
@@ -206,18 +189,7 @@ def _read(
     columns: Sequence[str] | None = None,
     faults: Faults | None = None,
 ) -> "pa.Table | None":
-    """Read some columns from a delimited file.
-
-    Args:
-        file: file to read.
-        types: Arrow type name by column to read.
-        delimiter: characters between fields.
-        columns: all column names in the file. None: the first line has the names.
-        faults: raises for damaged rows, or counts them. None: always raises.
-
-    Returns:
-        The columns; None if the file does not exist.
-    """
+    """Read some columns from a delimited file. Return None if the file does not exist."""
     if not file.exists():
         return None
     text = file.read_bytes()
@@ -366,7 +338,6 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
     """Describe the features of the samples.
 
     Args:
-        data: all ratings.
         ids: for every feature, the list of IDs per rating. The function reads the mean list lengths and the
             largest year ID from it.
     """
@@ -391,12 +362,7 @@ def _features(data: Ratings, ids: Mapping[str, Ranges]) -> tuple[Feature, ...]:
 
 
 def _ids(data: Ratings, history: int) -> dict[str, Ranges]:
-    """Return the IDs for all ratings, by feature.
-
-    Args:
-        data: all ratings.
-        history: maximum history length, in movies.
-    """
+    """Return the IDs for all ratings, by feature."""
     past = ratings_before(data.users, data.times)
     lengths = np.minimum(past.stops - past.starts, history)
     ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
@@ -414,7 +380,6 @@ def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple
     """Return the names of L labels, and the labels of all ratings: float32 [N, L], or [N] for one label.
 
     Args:
-        ratings: rating per sample, [N].
         liked_from: minimum rating for the label 1, or a threshold per label.
     """
     # A list also for a single threshold, whose labels have the shape [N] below.

@@ -275,7 +275,6 @@ def _split_by_time(log: Interactions, validation: float, test: float) -> _Split:
     """Hold out a user's first interaction in the validation period, and the first one in the test period.
 
     Args:
-        log: interactions.
         validation: share of all interactions in the validation period.
         test: share of all interactions in the test period, at the log's end.
     """
@@ -361,9 +360,6 @@ class _TrainingSamples:
     read.
 
     Args:
-        log: interactions.
-        stops: training data end per user, exclusive, [num_users]; see `_Split`.
-        history: maximum history length, in items.
         windows: whether samples are windows. Windows are cut from the user's last item backward, so a user's
             last sample number has the oldest items, and may be shorter.
         offsets: int32 or int64 [num_users + 1]. User u has the sample numbers ``offsets[u]`` to
@@ -432,7 +428,6 @@ def _num_pairs(log: Interactions, stops: Ints) -> Ints:
     These items are the possible targets.
 
     Args:
-        log: interactions.
         stops: training data end per user, exclusive, [num_users].
     """
     num_pairs: Ints = np.maximum(stops - log.firsts - 1, 0)
@@ -454,12 +449,7 @@ def _catalogue(log: Interactions) -> KeyedJaggedTensor:
 
 
 def _item_counts(log: Interactions, train_stops: Ints) -> Ints:
-    """Return how often an item is a training target, per catalog item: int64 [items].
-
-    Args:
-        log: interactions.
-        train_stops: training data end per user, exclusive, [num_users].
-    """
+    """Return how often an item is a training target, per catalog item: int64 [items]."""
     counts = np.zeros(len(log.catalogue), np.int64)
     for block in log.blocks(train_stops):
         # A user's first item has no history and is not a target.

@@ -130,15 +130,7 @@ class ParquetTables:
 
 
 def _selected_runs(sizes: dict[File, list[int]], stride: int, table_rows: int) -> tuple[list[_Run], int]:
-    """Divide row groups into runs.
-
-    Args:
-        sizes: rows per row group, by file.
-        stride, table_rows: as in `ParquetTables`.
-
-    Returns:
-        The runs with selected tables, and the number of selected rows.
-    """
+    """Divide row groups into runs."""
     runs, table, selected = list[_Run](), 0, 0
     for file, rows_of_groups in sizes.items():
         start = num_rows = 0

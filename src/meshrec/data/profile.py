@@ -201,9 +201,6 @@ class _Sketch:
         """Return the statistics after all rows were added.
 
         Decides the column kind, and computes examples, quantiles and frequencies from sampled rows.
-
-        Args:
-            sample: the column in the row sample, an Arrow array.
         """
         column = self.column
         num_values = (
@@ -293,10 +290,6 @@ def _find_separator(column: Column, texts: Any) -> None:
     the strings contain it. It splits the strings into at least 2 distinct values, at most half as many as
     there are distinct strings. The second condition excludes sentences: they contain commas, but their parts
     rarely repeat.
-
-    Args:
-        column: profile of the column, changed in place if a separator is found.
-        texts: a sample of the column's strings, without null.
     """
     texts = _plain_texts(texts)
     if texts is None:

@@ -94,13 +94,7 @@ def profile_parquet(
 
 
 def _on_processes(shares: list[_Share], num_rows: int, tell: Callable[[float], None]) -> list[Profiler]:
-    """Return the statistics of every share, each computed in another process.
-
-    Args:
-        shares: the rows per process.
-        num_rows: rows in all shares.
-        tell: as for `profile_parquet`.
-    """
+    """Return the statistics of every share, each computed in another process."""
     if _CONTEXT.get_start_method() == "forkserver":
         start_fork_server(["meshrec.data.profile_processes"])
     shared = _Shared(_CONTEXT.Value("q", 0), _CONTEXT.Value("b", 0))
@@ -127,12 +121,7 @@ def _on_processes(shares: list[_Share], num_rows: int, tell: Callable[[float], N
 
 
 def _start(shared: _Shared, threads: int) -> None:
-    """Start a process of the pool.
-
-    Args:
-        shared: values that all processes share.
-        threads: number of threads per process.
-    """
+    """Start a process of the pool."""
     global _shared
     _shared = shared
     torch.set_num_threads(threads)
@@ -159,12 +148,7 @@ def _profile_share(share: _Share) -> Profiler:
 
 
 def _profiler_of(share: _Share, tell: Callable[[int], None]) -> Profiler:
-    """Compute the statistics of a share.
-
-    Args:
-        share: the rows.
-        tell: called with the number of rows read, after every table.
-    """
+    """Compute the statistics of a share. Call ``tell`` with the number of rows read, after every table."""
     profiler, num_rows = Profiler(share.schema, share.label, share.max_hash), 0
     for first_row, table in share.tables.tables(share.runs):
         profiler.add(share.convert(table), first_row)

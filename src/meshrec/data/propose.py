@@ -148,11 +148,6 @@ def _with_leak(profile: Profile, choice: ColumnChoice, *, in_order: bool) -> Col
 
     Called for tables without any other column to learn from. The choice is returned unchanged if the column
     was not dropped, or was dropped for another reason.
-
-    Args:
-        profile: table statistics.
-        choice: choice for a column.
-        in_order: whether the split is in time order.
     """
     column = profile.columns[choice.column]
     if choice.role != "drop" or column.signal is None or column.signal < LEAK:
@@ -294,13 +289,7 @@ def _unit(column: Column) -> str | None:
 
 
 def _choose_features(column: Column, num_rows: int, *, in_order: bool) -> ColumnChoice:
-    """Choose the role and the features of a column that is not the label, the time or the query.
-
-    Args:
-        column: column statistics.
-        num_rows: rows of the table.
-        in_order: whether the split is in time order.
-    """
+    """Choose the role and the features of a column that is not the label, the time or the query."""
     name = column.name
 
     def drop(reason: str, warning: str | None = None) -> ColumnChoice:
@@ -340,12 +329,7 @@ def _choose_features(column: Column, num_rows: int, *, in_order: bool) -> Column
 
 
 def _time_features(column: Column, *, in_order: bool) -> ColumnChoice:
-    """Choose features for a column with times: hour and weekday, and the time as a number.
-
-    Args:
-        column: column statistics.
-        in_order: whether the split is in time order. Then the time is not used as a number.
-    """
+    """Choose features for a column with times: hour and weekday, and the time as a number."""
     name = column.name
     is_text = "string" in column.type or "binary" in column.type
     part: DatePartName | None = "days" if is_text else None
@@ -401,12 +385,7 @@ def _named_like_an_id(name: str) -> bool:
 
 
 def _dense(column: Column, noun: str) -> ColumnChoice:
-    """Choose a numeric feature with suitable normalization, and ranges as IDs if some values are missing.
-
-    Args:
-        column: column statistics.
-        noun: description of the values, for the reason.
-    """
+    """Choose a numeric feature with suitable normalization, and ranges as IDs if some values are missing."""
     low, first, _, middle, _, last, high = column.quantiles
     # A long tail, of which a linear scale would leave most values near 0.
     log = low >= 0 and high > 20 * max(middle, 1e-9)

@@ -110,13 +110,7 @@ def _training_rows(profile: Profile, time: str | None) -> Codes:
 
 
 def _with_ranges(choice: ColumnChoice, sample: pa.Table, labels: Vector) -> ColumnChoice:
-    """Add ranges to the choice for a numeric column, if they predict better than a linear term in the number.
-
-    Args:
-        choice: choice for a numeric column.
-        sample: sampled training rows.
-        labels: 0 or 1 per row, [n].
-    """
+    """Add ranges to the choice for a numeric column, if they predict better than a linear term."""
     number = choice.features[0]
     # A number that is also looked up as IDs, such as an hour, needs no ranges.
     if not isinstance(number, Number) or any(isinstance(feature, IdFeature) for feature in choice.features):
@@ -227,9 +221,6 @@ def _step(codes: Codes, labels: Vector, logits: Vector, fits: npt.NDArray[np.boo
     """Return the change in all logits by a damped Newton step in the weights for one column, [n].
 
     Args:
-        codes: an integer per row that stands for the value, [n].
-        labels: 0 or 1 per row, [n].
-        logits: current logits, [n].
         fits: mask for the rows on which the weights are fitted, [n].
     """
     probability = 1 / (1 + np.exp(-logits))

@@ -122,11 +122,6 @@ def _with_ties(users: Ints, items: Ints, times: Ints, columns: LogColumns) -> tu
     Args:
         users: user number per row, [n]. Rows are sorted by user, then by time.
         items: item number per row, [n], in the order of the item values.
-        times: time per row, in microseconds, [n].
-        columns: log columns.
-
-    Returns:
-        The columns, and remarks for the user.
     """
     # Rows with the user and time of the row before.
     tied = (users[1:] == users[:-1]) & (times[1:] == times[:-1])
@@ -143,10 +138,6 @@ def _rare(items: Ints, columns: LogColumns) -> list[str]:
     """Return a list with a remark on items with fewer than 5 rows.
 
     The list is empty if all items have more rows, or if ``columns.min_item_count`` is above 1.
-
-    Args:
-        items: item number per row, [n].
-        columns: log columns.
     """
     counts = np.bincount(items)
     rare = counts < 5

@@ -164,11 +164,6 @@ def _drifting_share(profile: Profile, column: Column, order: TimeOrder) -> float
     """Return the share of test rows whose value is new: an unseen ID, or a number outside the training range.
 
     Returns 0 for a column that does not drift, such as a random ID.
-
-    Args:
-        profile: table statistics.
-        column: column statistics.
-        order: sampled rows' time order.
     """
     array = whole(profile.sample[column.name])
     shares = []

@@ -232,8 +232,6 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
     """Build an Arrow array without lists.
 
     Args:
-        name: column name, for messages.
-        values: JSON values; None is null.
         kind: the column's Arrow type. Integers may get a wider type.
         sample_name: function mapping the index of a value to the name of its sample, for messages.
 

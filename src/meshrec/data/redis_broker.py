@@ -103,10 +103,6 @@ class RedisBroker(Broker):
 
         The last entry that was read is not in the stream. If an earlier entry is, then only single entries
         have been deleted by the producer (XDEL), as trimming takes the first entries.
-
-        Args:
-            name: stream name.
-            is_read: whether later entries are in the stream.
         """
         last = self._last[name]
         if not self._answer(lambda: self._client.exists(name)):
@@ -155,11 +151,7 @@ def _records(entries: list[tuple[bytes, list[bytes]]]) -> Records:
 
 
 def _payload(fields: list[bytes]) -> Payload:
-    """Return the value of the only field if it is named ``json`` or ``arrow``; otherwise all fields.
-
-    Args:
-        fields: names and values in turn.
-    """
+    """Return the value of the only field if it is named ``json`` or ``arrow``; otherwise all fields."""
     if len(fields) == 2 and fields[0] in (b"json", b"arrow"):
         return fields[1]
     return dict(zip(fields[::2], fields[1::2], strict=True))

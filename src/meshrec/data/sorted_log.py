@@ -156,11 +156,6 @@ class LogSorter:
     def _divide(self, buckets: list[_Bucket], bucket_of_user: Any, scratch: Path) -> int:
         """Write all parts' rows to the bucket files, in log order.
 
-        Args:
-            buckets: all buckets; their files do not exist yet.
-            bucket_of_user: bucket number per user, uint16 [U].
-            scratch: folder for temporary files.
-
         Returns:
             The number of rows written, without rows whose item is not in the vocabulary.
         """
@@ -258,8 +253,6 @@ def _npy_writer(path: Path, kind: "np.dtype[Any]", num_rows: int) -> Iterator[Ca
     """Create a NumPy file for a one-dimensional array, and yield a function that appends values to it.
 
     Args:
-        path: the file.
-        kind: dtype in the file; appended values are cast to it.
         num_rows: total number of values that will be appended.
     """
     with path.open("wb") as file:

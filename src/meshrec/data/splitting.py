@@ -171,22 +171,13 @@ class Split:
         return sources
 
     def _by_quantile(self, quantiles: npt.NDArray[np.float64]) -> Parts:
-        """Return the `Part` per row. The highest quantiles are test data, and the next validation data.
-
-        Args:
-            quantiles: number in [0, 1) per row: the relative rank in time, or a pseudo-random number.
-        """
+        """Return the `Part` per row. The highest quantiles are test data, and the next validation data."""
         test = quantiles >= 1 - self.test
         validation = ~test & (quantiles >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
     def _by_time(self, times: Sequence[npt.NDArray[Any]], gather: Callable[[Any], list[Any]]) -> list[Parts]:
-        """Return the `Part` per row, by the row's rank in time. Rows with equal times are in the same part.
-
-        Args:
-            times: any sortable values of this rank's rows, in some arrays.
-            gather: as for `parts_of_keys`.
-        """
+        """Return the `Part` per row, by its rank in time. Rows with equal times are in the same part."""
         gathered = gather(np.concatenate(times) if times else np.zeros(0, np.int64))
         ordered = np.concatenate([of_rank for of_rank in gathered if len(of_rank)] or gathered)
         parts = [np.full(len(block), Part.TRAIN, np.int8) for block in times]
@@ -207,10 +198,8 @@ class Split:
         If the split has no column, rows are in time order, and the result has the row numbers.
 
         Args:
-            block: block number.
             starts: row number of the first row, per block.
             sizes: row count per block.
-            values_of: function mapping a block number to the values of ``column``.
 
         Raises:
             DataError: the column has nulls, or values that are neither numbers nor times.

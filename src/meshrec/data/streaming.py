@@ -247,8 +247,6 @@ class StreamReader(Reader):
         """Yield the samples from a row on, window by window.
 
         Args:
-            order: block numbers in the order of the epoch.
-            epoch: epoch, which seeds the shuffling in windows.
             row: first row to yield, counted in the order of the epoch.
             stop: end of the rows to yield. The last window may continue beyond it.
         """

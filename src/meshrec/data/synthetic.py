@@ -79,7 +79,6 @@ class Teacher:
         """Return a pseudo-random value per ID, from a uniform distribution with mean 0 and variance 1.
 
         Args:
-            ids: IDs with any shape, which the result has, too.
             stream: another number gives independent values.
         """
         hashes = mix(ids.astype(np.uint64), seed=(self.seed << 20) + stream)

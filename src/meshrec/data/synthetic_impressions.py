@@ -119,14 +119,7 @@ def synthetic_impressions(
 
 
 def _history(name: str, size: int, *, table: str | None, max_length: int) -> Feature:
-    """Describe a history feature.
-
-    Args:
-        name: attribute of the impressions in the history, such as "item".
-        size: rows of the table.
-        table: name of the table; None: a table of the feature's own.
-        max_length: maximum history length.
-    """
+    """Describe a history feature."""
     return Feature(
         name=f"history_{name}",
         num_embeddings=size,
@@ -140,15 +133,7 @@ def _history(name: str, size: int, *, table: str | None, max_length: int) -> Fea
 def _simulated(
     random: np.random.Generator, num_users: int, longest: int, category_I: Ints, author_I: Ints
 ) -> _Impressions:
-    """Simulate all users' impressions.
-
-    Args:
-        random: random number generator.
-        num_users: user count.
-        longest: maximum impressions per user.
-        category_I: category per item, [I].
-        author_I: author per item, [I].
-    """
+    """Simulate all users' impressions."""
     users = np.arange(num_users)
     taste_UC, interest_UC = random.normal(size=(num_users, _CATEGORIES)), np.zeros((num_users, _CATEGORIES))
     author_effect, surface_effect = random.normal(size=_AUTHORS), random.normal(size=_SURFACES)

@@ -101,7 +101,6 @@ def _delegate(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     """Return a method for an operator, such as ``__add__``, which applies ``function`` to the value.
 
     Args:
-        function: function from the ``operator`` module.
         swapped: whether the value is the last operand, as in ``__radd__``.
     """
 

@@ -386,13 +386,7 @@ def _kernels(
 
 
 def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable:
-    """Return a table's entry in the fused optimizer.
-
-    Args:
-        module: module with this rank's table shards.
-        rule: the table's update rule.
-        step: number of updates so far.
-    """
+    """Return a table's entry in the fused optimizer."""
     label, dim = f"table {module.name!r}", module.dim
     full_states = functools.partial(_full_states, module, rule.spec.state_slots())
     if module.is_growable:
@@ -404,14 +398,7 @@ def _fused_table(module: TableModule, rule: UpdateRule, step: int) -> FusedTable
 
 
 def _empty(table: RoutedTable, storage: RowStorage, device: torch.device, *, trained: bool) -> nn.Parameter:
-    """Return a parameter with 0 rows, for a rank without a shard of the table.
-
-    Args:
-        table: the table.
-        storage: the table's row storage.
-        device: device for the parameter.
-        trained: whether the parameter requires a gradient.
-    """
+    """Return a parameter with 0 rows, for a rank without a shard of the table."""
     rows = storage.allocate(0, storage.columns(table.dim), device)
     if storage.rows_in_parameter:
         return nn.Parameter(rows, trained)
@@ -537,15 +524,7 @@ def _allocate(
     device: torch.device,
     seed: int,
 ) -> LocalShards:
-    """Allocate a rank's rectangles, and fill them with weights and optimizer state.
-
-    Args:
-        rectangles: the rank's rectangles, which are row and column ranges of tables.
-        sources: tables in the unsharded module.
-        rules: update rule by table number.
-        device: device for the memory.
-        seed: seed for initial rows in tables on the ``meta`` device.
-    """
+    """Allocate a rank's rectangles, and fill them with weights and optimizer state."""
     shards = allocate(
         rectangles,
         [source.table.name for source in sources],
@@ -571,13 +550,6 @@ def _initial_blocks(
 
     Rows, and optimizer state if there is any, are copied from the unsharded module. If its weights are on the
     ``meta`` device, rows are drawn at random, and blocks contain no optimizer state.
-
-    Args:
-        rectangle: row and column range to fill.
-        source: the table in the unsharded module.
-        rule: the table's update rule; None: no fused optimizer.
-        seed: seed for random rows.
-        keys: interval [first, end) of keys. A key is a row number, or a hash of the ID in hashed tables.
     """
     (r0, r1), (c0, c1) = keys, rectangle.columns
     storage, dim = source.storage, source.table.dim
@@ -594,9 +566,6 @@ def _initial_blocks(
         """Return a block with consecutive keys, cut to the rectangle's columns.
 
         Args:
-            first: first key.
-            end: key after the last key.
-            tensors: row parts, such as weights and optimizer state, by name, with whole rows.
             rows: positions of the block's rows in ``tensors``.
         """
         return RowBlock(range(first, end), (c0, c1), slice_parts(storage, tensors, rows, (c0, c1)))

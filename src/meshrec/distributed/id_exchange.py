@@ -113,8 +113,6 @@ class SortedIdExchange:
 
         Args:
             sent: IDs in every run to send, by node.
-            byte_counts: bytes in the packed message to every node; empty if IDs are not packed.
-            device: device for the exchange.
 
         Returns:
             Number of IDs in every run to receive, by node, and the number of bytes in the packed message from

@@ -307,12 +307,7 @@ class InputDist:
         return rows.view(-1)
 
     def _raise(self, batch: LookupBatch, status: int) -> None:
-        """Raise the input errors of all ranks together, on every rank. Collective.
-
-        Args:
-            batch: batch with this rank's input error, if it has one.
-            status: this rank's status bits.
-        """
+        """Raise the input errors of all ranks together, on every rank. Collective."""
         error, batch.error = batch.error, None
         if error is None and status & _BAD_INPUT:
             error = _find_error(batch.arguments)

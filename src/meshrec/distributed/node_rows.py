@@ -275,7 +275,6 @@ class NodeRows:
         """Return the IDs requested by all nodes as input for a sequence lookup, with a single ID per bag.
 
         Args:
-            values: IDs, node by node and band by band.
             counts: ``counts[node][band]`` is the number of IDs.
         """
         # Values per ID in every band, over all column shards on this rank.
@@ -299,7 +298,6 @@ class NodeRows:
 
         Args:
             fetch: result of ``request_rows``.
-            direction: FORWARD for embeddings, BACKWARD for gradients.
 
         Returns:
             The blocks with rows which this rank owns, and the blocks with rows which it fetches. Both are
@@ -357,14 +355,7 @@ def _band_of(routing: Routing, route: Route) -> tuple[int, int, int]:
 def _owner(
     routing: Routing, rank: int, band_index: dict[tuple[int, int, int], int], codecs: Codecs
 ) -> _Owner:
-    """Return an `_Owner` with the bands (row intervals of tables) which a rank owns.
-
-    Args:
-        routing: the plan, compiled for all ranks.
-        rank: the owner.
-        band_index: number of every band (table, first row, end row).
-        codecs: encodings for embeddings and gradients.
-    """
+    """Return an `_Owner` with the bands (row intervals of tables) which a rank owns."""
     rectangles = routing.work[rank].rectangles
     # The exchange is by table, not by use, so any use stands for the table.
     # Reversed, so that the first use of a table replaces the others.
@@ -386,25 +377,14 @@ def _owner(
 
 
 def _elements_per_node(codec: Codec, blocks: Sequence[Sequence[Block]], *, encodes: bool) -> list[int]:
-    """Return the number of elements in the message to or from every node.
-
-    Args:
-        codec: the encoding.
-        blocks: row count and columns in every part of the message, by node.
-        encodes: whether the message is encoded.
-    """
+    """Return the number of elements in the message to or from every node."""
     if not encodes:
         return [sum(block.num_rows * block.columns.width for block in group) for group in blocks]
     return [sum(block.num_rows * codec.encoding.units(block.columns) for block in group) for group in blocks]
 
 
 def _distinct(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys, ascending, and for every key its index among the distinct keys.
-
-    Args:
-        keys: keys [N], from 0 to ``num_keys - 1``.
-        num_keys: number of possible keys.
-    """
+    """Return the distinct keys, ascending, and for every key its index among the distinct keys."""
     distinct: tuple[Tensor, Tensor]
     # Marking takes time proportional to the number of table rows, sorting to N log N.
     if num_keys > _MAX_ROWS_PER_ID * max(len(keys), 1):

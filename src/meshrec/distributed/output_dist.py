@@ -490,9 +490,7 @@ def _piece_tensor(
     """Return the pieces (column copies and additions) that assemble a result row, int64 [P, 6]; see `Piece`.
 
     Args:
-        sources: for every source rank, the spans (result column ranges) which its row fills.
         local: spans which the row from data-parallel tables fills. This row becomes the last source.
-        order: see `pieces_of`.
     """
     unsent = [span._replace(source=len(sources)) for span in local]
     return as_tensor(pieces_of([*sources, unsent], order))
@@ -513,11 +511,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
     """Return the spans of result columns for which a node's ranks together have values.
 
     Spans are cut wherever a lookup on any of the ranks starts or ends.
-
-    Args:
-        routing: the compiled plan.
-        ranks: the node's ranks on the shard axis.
-        node: node number, which becomes the source of the spans.
     """
     # Because of the cuts, the second hop encodes each lookup's columns as a separate row, as the first hop
     # does.

@@ -151,13 +151,7 @@ def divides_late(routing: Routing, use: int) -> bool:
 
 
 def _split_span(span: Span, source_column: int, written: set[int]) -> list[Piece]:
-    """Split a span into pieces which copy new columns, and pieces which add to columns written before.
-
-    Args:
-        span: span to split.
-        source_column: first column of the span in the source row.
-        written: result columns written by earlier pieces; the span's columns are added to it.
-    """
+    """Split a span into pieces which copy new columns, and pieces which add to columns written before."""
     pieces: list[Piece] = []
     # Column by column, because a span may cover written and new columns.
     for offset in range(span.width):

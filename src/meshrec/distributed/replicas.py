@@ -129,16 +129,7 @@ class Replicas:
         )
 
     def _sum_tables(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """All-reduce the dense gradients for the tables in ``whole``. Collective.
-
-        Args:
-            whole: tables to reduce, by number.
-            ids: IDs which this replica has looked up.
-            grad: gradient for this replica's lookup output.
-
-        Returns:
-            Touched rows and summed gradients, by number of the rectangle (a row and column range).
-        """
+        """All-reduce the dense gradients for the tables in ``whole``. Collective."""
         rectangles = self._tables.work.rectangles
         selected = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not selected:
@@ -153,13 +144,6 @@ class Replicas:
     ) -> TableGradient:
         """All-gather IDs and output gradients, and return the gradient for tables not in ``whole``.
         Collective.
-
-        Args:
-            whole: tables whose gradients have been all-reduced, by number.
-            message: packed IDs which this replica has looked up.
-            ids: the same IDs, unpacked.
-            grad: gradient for this replica's lookup output.
-            sizes: message sizes on all replicas.
         """
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:

@@ -195,14 +195,7 @@ def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]
 def _allocate_new(
     path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _NewTables:
-    """Allocate this rank's tables of a module under the new plan.
-
-    Args:
-        path: module path.
-        built: the module's parts under the old plan.
-        plan: the module's new plan.
-        trained: (module path, table name) for all trained tables.
-    """
+    """Allocate this rank's tables of a module under the new plan."""
     routing = compile_routing(built.routing.tables, plan, built.rules, built.storages, built.env)
     split = routing.work[built.env.shard.rank].rectangles
     flags = [(path, table.name) in trained for table in routing.tables]
@@ -211,13 +204,7 @@ def _allocate_new(
 
 
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> LocalShards:
-    """Allocate rectangles (row and column ranges of tables) without filling them.
-
-    Args:
-        rectangles: rectangles to allocate.
-        built: the module's parts under the old plan, with storages and update rules.
-        trained: whether a table is trained, by table number.
-    """
+    """Allocate rectangles (row and column ranges of tables) without filling them."""
     specs = [None if rule is None else rule.spec for rule in built.rules]
     names = [table.name for table in built.routing.tables]
     return allocate(rectangles, names, built.storages, specs, trained, device=built.device)
@@ -304,13 +291,7 @@ def _num_travelling(transfers: Sequence[Transfer]) -> int:
 
 
 class _TableTransport:
-    """Copy of rows and optimizer state from the old tables to the new tables, over all ranks.
-
-    Args:
-        old: parts of all modules under the old plan.
-        new: tables of all modules under the new plan.
-        axis: the ranks.
-    """
+    """Copy of rows and optimizer state from the old tables to the new tables, over all ranks."""
 
     def __init__(self, old: Sequence[ModuleParts], new: Sequence[_NewTables], axis: Axis) -> None:
         # Lives for a single resharding, during which memory holds the tables under both plans.
@@ -332,11 +313,7 @@ class _TableTransport:
         self._move(self._outgoing())
 
     def _move(self, outgoing: Iterator[tuple[_BlockHeader, RowBlock]]) -> None:
-        """Send and load blocks in rounds, until no rank has a block left. Collective.
-
-        Args:
-            outgoing: headers and blocks which this rank sends.
-        """
+        """Send and load blocks in rounds, until no rank has a block left. Collective."""
         while True:
             sent: list[tuple[_BlockHeader, RowBlock]] = []
             size = 0
@@ -422,7 +399,6 @@ class _TableTransport:
         """Send the blocks of a round in a single all-to-all, and load the received blocks. Collective.
 
         Args:
-            sent: headers and blocks which this rank sends.
             headers: headers for all blocks in the round, by sending rank.
         """
         rank, ranks = self._axis.rank, range(self._axis.size)
@@ -445,12 +421,7 @@ class _TableTransport:
             self._load(arriving, buffer)
 
     def _load(self, arriving: Sequence[_BlockHeader], buffer: Tensor) -> None:
-        """Load all blocks in a received buffer.
-
-        Args:
-            arriving: headers, in the order of the blocks.
-            buffer: the blocks, uint8.
-        """
+        """Load all blocks in a received buffer."""
         start = 0
         for header in arriving:
             room, start = buffer[start:], start + self._num_bytes(header)
@@ -484,12 +455,7 @@ class _TableTransport:
         return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
 
     def _part_views(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
-        """Return a block's tensors by name, as views of a message buffer.
-
-        Args:
-            header: the block's header.
-            room: buffer that starts with the block, uint8.
-        """
+        """Return a block's tensors by name, as views of a message buffer."""
         views: dict[str | None, Tensor] = {}
         start = 0
         for name, dtype, shape in self._sizes(header):
@@ -503,8 +469,6 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
     """Yield the rows of a transfer in blocks of at most ``_TRANSFER_BYTES``.
 
     Args:
-        table: table with the old rectangle.
-        transfer: rows and columns to copy.
         with_per_row: whether blocks also contain values per row, such as row-wise optimizer state.
     """
     # Hashed tables have no first row: the keys travel as a part without a name.
@@ -522,14 +486,7 @@ def _blocks(table: Table, transfer: Transfer, with_per_row: bool) -> Iterator[Ro
 
 
 def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> _BlockHeader:
-    """Return the header for a block.
-
-    Args:
-        module: index of the sharded module.
-        table: table number.
-        target: rectangle to fill.
-        block: the block.
-    """
+    """Return the header for a block."""
     first = block.keys.start if isinstance(block.keys, range) else None
     return _BlockHeader(
         target.rank,

@@ -306,8 +306,6 @@ def _rectangles_by_rank(
     """Return the rectangles of a table on every rank, after joining adjacent shards on the same rank.
 
     Args:
-        sharding: the table's entry in the plan.
-        table: table number.
         in_bands: whether any two rectangles must have either the same rows or disjoint rows.
     """
     by_rank: dict[int, list[Rectangle]] = {}
@@ -323,9 +321,6 @@ def _cut_at_common_rows(by_rank: Mapping[int, Sequence[Rectangle]]) -> dict[int,
     """Cut and join a table's rectangles such that any two have either the same rows or disjoint rows.
 
     Cuts only at rows where the assignment of columns to ranks changes.
-
-    Args:
-        by_rank: rectangles on every rank.
     """
     edges = sorted({edge for rectangles in by_rank.values() for x in rectangles for edge in (x.r0, x.r1)})
     # (first column, end column, rank) of all rectangles in every interval between two edges.

@@ -206,15 +206,7 @@ def _exchange_rounds(formula: Formula) -> list[list[int]]:
 
 
 def _local_sum(which: int, formula: Formula, touched: TouchedRows, h: Hyper, sums_so_far: Tensor) -> Tensor:
-    """Return a sum of squares over a rectangle's columns, for every touched row, [U].
-
-    Args:
-        which: what to sum, a `RowSum`: weights, gradients or update directions.
-        formula: formula of the optimizer.
-        touched: touched rows in the rectangle.
-        h: hyperparameters.
-        sums_so_far: sums over whole rows from the first round, fp32 [U, 3].
-    """
+    """Return a sum of squares over a rectangle's columns, for every touched row, [U]."""
     rows = Rows(touched.weight, touched.grad, touched.slots, sums_so_far)
     if which == RowSum.WEIGHT:
         return _squares(rows.weight)

@@ -170,12 +170,7 @@ class SequenceOutput:
         )
 
     def _splits(self, direction: "_Direction", batch: LookupBatch) -> Splits:
-        """Return the message sizes, in elements, of the exchange which returns rows.
-
-        Args:
-            direction: encoding of the rows.
-            batch: the batch.
-        """
+        """Return the message sizes, in elements, of the exchange which returns rows."""
         # Without the routes for data-parallel tables, whose rows are not sent.
         counts = batch.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
@@ -201,10 +196,6 @@ class SequenceOutput:
 
         The result has a block, with row count and columns, for every requesting rank and lookup. Blocks are
         ordered by requesting rank, then by lookup.
-
-        Args:
-            batch: the batch.
-            direction: FORWARD for embeddings, BACKWARD for gradients.
         """
         counts_RQ = self._local_counts(batch).tolist()
         return [Block(counts[q], pair[direction]) for counts in counts_RQ for q, *pair in self._local_lookups]
@@ -214,10 +205,6 @@ class SequenceOutput:
 
         The result has a block, with row count and columns, for every lookup on any rank. Blocks are ordered
         by the rank which looks up the rows, then by lookup.
-
-        Args:
-            batch: the batch.
-            direction: FORWARD for embeddings, BACKWARD for gradients.
         """
         counts, key = batch.source.counts.tolist(), first_key(self._axis.rank)
         return [Block(counts[q], pair[direction], key) for q, *pair in self._all_lookups]
@@ -236,12 +223,7 @@ class SequenceOutput:
         return torch.cat(parts) if parts else batch.keys.new_empty(0, dtype=torch.int64)
 
     def _ids_of(self, block: int, batch: LookupBatch) -> Tensor:
-        """Return the ID for every row in a block, int64.
-
-        Args:
-            block: index into ``_all_blocks``.
-            batch: the batch.
-        """
+        """Return the ID for every row in a block, int64."""
         use, r0, r1 = self._all_routes[self._all_lookups[block][0]]
         source = batch.source
         bounds, key = source.bag_bounds(), source.keys[use]
@@ -271,13 +253,7 @@ class _Direction(NamedTuple):
 
 
 def _single_columns(codecs: Codecs, routing: Routing, rank: int) -> list[tuple[Columns, Columns]]:
-    """Return the message columns for every lookup on a rank, for embeddings and for gradients.
-
-    Args:
-        codecs: encodings for embeddings and gradients.
-        routing: the compiled plan.
-        rank: rank on the shard axis.
-    """
+    """Return the message columns for every lookup on a rank, for embeddings and for gradients."""
     spans, rows = rank_spans(routing, rank, divide=False), first_rows(routing, rank)
     return [
         (codecs.forward.columns([span], [row]), codecs.backward.columns([span], [row]))
@@ -291,10 +267,7 @@ def _units_per_route(
     """Return the elements per ID in the encoded message, for every route, int64 [num_routes].
 
     Args:
-        codec: the encoding.
-        direction: ``FORWARD`` or ``BACKWARD``.
         lookups: (route, columns of embeddings, columns of gradients) for every lookup.
-        num_routes: number of routes.
     """
     units = torch.zeros(num_routes, dtype=torch.int64)
     for route, *pair in lookups:

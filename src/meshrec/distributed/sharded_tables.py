@@ -526,7 +526,6 @@ class ShardedTables:
         """Update tables. If this raises, no table has been updated. Collective.
 
         Args:
-            gradients: gradients for the split tables, and for the data-parallel tables if there are any.
             deferred: True updates the tables with ``update="on_step"``, False updates all other fused tables.
         """
         pairs = list(zip(self._updates, gradients, strict=False))
@@ -540,10 +539,6 @@ class ShardedTables:
     def _gradient_from_nodes(self, batch: LookupBatch, grad: Tensor) -> TableGradient:
         """Send gradients for rows fetched from other nodes back, and return the gradient for this rank's
         tables.
-
-        Args:
-            batch: the batch.
-            grad: gradient for the output pooled from the fetched rows.
         """
         assert self._node_rows is not None
         assert batch.fetch is not None
@@ -572,7 +567,6 @@ class ShardedTables:
         """Return the gradient for the per-sample weights of this rank's N IDs, fp32 [N]. Collective.
 
         Args:
-            batch: the batch.
             split_grad: gradient for the output of this rank's split tables.
             local_grad: gradient for the rows from the data-parallel tables.
         """
@@ -609,13 +603,8 @@ class _Send(torch.autograd.Function):
         """Look up rows, and start to send them.
 
         Args:
-            ctx: keeps the tables and the batch for the backward pass.
-            tables: this rank's tables.
-            batch: the batch.
             anchor: empty tensor which requires a gradient if some rank trains, so autograd calls
                 ``backward``.
-            sample_weights: per-sample weights if they require a gradient.
-            weights: the table parameters.
         """
         ctx.tables, ctx.batch = tables, batch
         return tables.send(batch)
@@ -639,9 +628,6 @@ class _Receive(torch.autograd.Function):
         """Wait for the rows, and return the embeddings.
 
         Args:
-            ctx: keeps the tables and the batch for the backward pass.
-            tables: this rank's tables.
-            batch: the batch.
             local: rows from the data-parallel tables, from `_Send`.
         """
         ctx.tables, ctx.batch = tables, batch

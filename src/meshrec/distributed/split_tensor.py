@@ -338,15 +338,7 @@ _SUPPORTED_FUNCTIONS = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """Cut values and rectangles at every row where a rectangle on any rank starts or ends.
-
-    Args:
-        local: state with a value per row, in this rank's rectangles.
-        holders: rectangles on every rank.
-
-    Returns:
-        The cut values, and the cut rectangles on every rank.
-    """
+    """Cut values and rectangles at every row where a rectangle on any rank starts or ends."""
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -386,12 +378,7 @@ def _to_plain(arg: Any) -> Any:
 
 
 def _wrap_result(result: Any, first: Any) -> Any:
-    """Convert the result of an operation on local rectangles back to a SplitTensor.
-
-    Args:
-        result: result of the operation. Results other than local rectangles are returned unchanged.
-        first: first argument of the operation, a SplitTensor. An in-place operation returns it.
-    """
+    """Convert the result of an operation on local rectangles back to a SplitTensor."""
     if not isinstance(result, LocalRectangles):
         return result
     return first if result is first.local else SplitTensor.of(result, first._holders, first.device_mesh)

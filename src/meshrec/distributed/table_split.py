@@ -90,11 +90,8 @@ class FixedSplit:
         """Create a split tensor from the tensors in this rank's rectangles.
 
         Args:
-            module: module with this rank's rectangles.
-            parts: tensor for every rectangle.
             like: tensor from which to take the dtype and the device. On a rank without rectangles, ``parts``
                 is empty and cannot show them.
-            size: shape for the whole table.
             position: function from a table column to a tensor column. They differ in int4 rows, which pack
                 two columns in a byte.
         """
@@ -261,11 +258,7 @@ class GrowableSplit:
         If every rank has the whole table, return this rank's tensor instead.
 
         Args:
-            module: module with this rank's rectangles.
-            parts: tensor for every rectangle, in key order.
             row_span: function from a rectangle to the interval of its rows in key order.
-            dtype: part dtype.
-            per_row: whether the part has a single value per row.
         """
         if self._mesh is None:
             return parts[0]

@@ -168,11 +168,7 @@ class TouchedRows:
             yield from (marks for marks in part if marks.table.rectangle.table == table)
 
     def _mark(self, gradients: Sequence[TableGradient]) -> None:
-        """Mark the rows which a backward pass updates. `ShardedTables` calls it as ``watch``.
-
-        Args:
-            gradients: gradients for the split tables, and for the data-parallel tables if there are any.
-        """
+        """Mark the rows which a backward pass updates. `ShardedTables` calls it as ``watch``."""
         now = self._now()
         for part, gradient in zip(self._marks, gradients, strict=False):
             # Rectangles whose gradients are already summed by row.

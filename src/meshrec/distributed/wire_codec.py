@@ -169,7 +169,6 @@ class _NonFiniteWatch:
         Args:
             report: number of (row, column) pairs with such values, and the index of the first such value;
                 int64 [2].
-            blocks: row count and columns for every block in the message.
         """
         if not report.is_cpu:
             self._unread = (self._unread + 1) % _READ_EVERY

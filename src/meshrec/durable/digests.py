@@ -282,11 +282,6 @@ def _map_in_threads(
 
     Logs the progress every 5 seconds. If there is a single block or a single processor, uses no threads and
     logs nothing.
-
-    Args:
-        function: maps the position of a block's first byte to a result.
-        starts: position of every block's first byte.
-        name: file name in progress messages.
     """
     all_starts = list(starts)
     # Only processors that this process may use count, as in a container.

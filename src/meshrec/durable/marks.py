@@ -138,7 +138,6 @@ def _is_valid(candidate: Mark, moved: bool) -> bool:
     """Return whether a mark file is unlocked, and was written by this user for this very folder.
 
     Args:
-        candidate: expected folder, ID and kind.
         moved: False: the path and the inodes recorded in the mark must both match the folder. True: one of
             the two is enough, and the file system need not support locks.
     """
@@ -173,7 +172,6 @@ def _is_free(descriptor: int, *, without_locks: bool) -> bool:
     """Try to lock a mark file exclusively, and return whether this worked. Closing the file ends the lock.
 
     Args:
-        descriptor: open mark file.
         without_locks: value to return if the file system does not support locks.
     """
     # Another process may be checking the same mark, so try again after a moment.

@@ -164,12 +164,7 @@ def _opened_below(folder: Path, name: str) -> Iterator[int]:
 
 
 def _open_folder(path: str | Path, parent: int | None = None) -> int:
-    """Open a directory without following a link, and return the file descriptor.
-
-    Args:
-        path: the directory.
-        parent: open directory to which ``path`` is relative; None: the current directory.
-    """
+    """Open a directory without following a link, and return the file descriptor."""
     # With O_NOFOLLOW and O_DIRECTORY, a link gives the error ENOTDIR.
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
 
@@ -220,12 +215,7 @@ def remove_tree(folder: Path, *, last: str) -> None:
 
 
 def _remove_content(folder: int, keep: str = "") -> None:
-    """Delete everything in an open folder that can be deleted.
-
-    Args:
-        folder: file descriptor of the folder.
-        keep: name of a file to leave.
-    """
+    """Delete everything in an open folder that can be deleted."""
     # Names are relative to open folders, so a folder replaced by a link meanwhile cannot redirect the
     # deletion.
     for name in os.listdir(folder):

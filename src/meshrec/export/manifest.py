@@ -370,13 +370,6 @@ def _check_single_line(value: Any, label: str) -> str:
     """Return a value from the manifest, which must be a string without line breaks.
 
     A string with line breaks could add lines to ``layout.txt``.
-
-    Args:
-        value: value from the manifest.
-        label: name of the value, for the error.
-
-    Raises:
-        DamageError: the value is not a string, or contains a line break.
     """
     line = check_string(value, label)
     if "\n" in line or "\r" in line:

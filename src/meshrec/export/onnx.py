@@ -150,9 +150,6 @@ class OnnxModel(nn.Module):
 class _OnnxEmbeddingBags(nn.Module):
     """EmbeddingBagCollection replacement that pools with ONNX operators only.
 
-    Args:
-        collection: collection to replace. The weights are shared.
-
     Raises:
         ValueError: ONNX has no operators for the collection or a table.
     """

@@ -311,13 +311,6 @@ def _check_arguments(
 ) -> None:
     """Check arguments of `export` against the weights and the inputs of the model.
 
-    Args:
-        state: model weights by name.
-        features: feature names.
-        num_dense: number of columns in the dense input.
-        shared: features (or "dense") that samples share.
-        raw: conversion from raw values, or None.
-
     Raises:
         ValueError: a weight dtype is not supported, ``shared`` names an unknown input or all inputs, or
             ``raw`` gives other features or dense columns than the model reads.
@@ -389,12 +382,6 @@ def _export_program(
     """Export a program with torch.export, with an error message which names the model and the features.
 
     Args:
-        program: program to export.
-        model: model in the program, for the message.
-        weights: example weights, in the program's order.
-        features: feature names.
-        num_dense: number of columns in the dense input.
-        shared: features (or "dense") that samples share.
         growing: for every weight, whether the row count may change later.
 
     Raises:

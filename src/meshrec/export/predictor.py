@@ -180,10 +180,6 @@ class Predictor:
     def _load(self, compiled: str, exported: str) -> _Program:
         """Load the compiled program if `is_compiled`, otherwise the exported program.
 
-        Args:
-            compiled: name of the file with the compiled program.
-            exported: name of the file with the exported program.
-
         Returns:
             Function that takes the program's inputs and returns the scores or vectors.
         """

@@ -127,16 +127,7 @@ def _unpooled(model: nn.Module) -> set[str]:
 
 
 def _repeat_bags(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the bags of R shared rows for B samples.
-
-    Args:
-        ids: IDs of all shared rows, int64, row by row.
-        lengths_R: IDs per shared row, int64.
-        group_B: index of every sample's shared row, int64.
-
-    Returns:
-        IDs of all samples, int64, sample by sample; and IDs per sample, int64 [B].
-    """
+    """Repeat the bags of R shared rows for B samples."""
     # ID n in the result is ID n + shift_N[n] in `ids`.
     firsts_R = lengths_R.cumsum(0) - lengths_R
     lengths_B = lengths_R.index_select(0, group_B)

@@ -168,15 +168,7 @@ def _compare(path: Path, num_bytes: int, tree_hash: str) -> None:
 
 
 def _parse(statement: bytes, path: Path) -> dict[str, tuple[int, str]]:
-    """Return the signed size in bytes and tree hash by file name.
-
-    Args:
-        statement: signed text: ``signature.txt`` without the last line.
-        path: ``signature.txt``, for errors.
-
-    Raises:
-        PackageError: a line has another format.
-    """
+    """Return the signed size in bytes and tree hash by file name, as stated in ``signature.txt``."""
     first, *lines = statement.decode(errors="replace").split("\n")
     matches = [_FILE_LINE.fullmatch(line) for line in lines[:-1]]
     if first != _FIRST_LINE or lines[-1:] != [""] or None in matches:

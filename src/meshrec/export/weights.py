@@ -149,11 +149,6 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
     """Return a tensor as a view of the bytes at the record's position.
 
-    Args:
-        memory: content of the file, uint8.
-        record: type and position of the tensor.
-        path: the file, for errors.
-
     Raises:
         PackageError: the file is too short, or the shape is invalid.
     """

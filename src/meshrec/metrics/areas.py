@@ -82,9 +82,7 @@ def _sums_within_groups(values_T: Floats, group_T: Ints, totals_G: Floats) -> Fl
     """Return cumulative sums that start again in every group, [T]. A sum includes the value at its position.
 
     Args:
-        values_T: values, sorted by group.
         group_T: group per value, ascending from 0 without gaps.
-        totals_G: sum of the values per group.
     """
     # A global cumulative sum minus the value at the group's start would leave a rounding error. `bincount`
     # and `cumsum` add in the same order, so inserting minus a group's total after the group gives exactly 0

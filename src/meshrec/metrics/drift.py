@@ -207,9 +207,7 @@ class FeatureDrift:
         """Yield the counts [slots, buckets] for each ID feature.
 
         Args:
-            pending: the samples.
             index: index of each sample's slot, int64 [n].
-            num_slots: number of slots.
         """
         keys = pending[0][0].keys()
         # Lengths [keys, n] without padding, whose bags are empty.
@@ -263,13 +261,7 @@ def population_stability(now: Tensor, before: Tensor) -> float:
 
 
 def _drift(now: Tensor, before: Tensor, num_special: int) -> Drift:
-    """Return the drift of a feature.
-
-    Args:
-        now: values per bucket in the last hour, float64 [buckets].
-        before: values per bucket in the reference.
-        num_special: 2 if the last two buckets have missing and unseen values; 1 if there is none for unseen.
-    """
+    """Return the drift of a feature."""
     shares = [(now[-number] / now.sum(), before[-number] / before.sum()) for number in (num_special, 1)]
     missing, unseen = ((float(last), float(earlier)) for last, earlier in shares)
     return Drift(population_stability(now, before), missing, unseen if num_special == 2 else (0.0, 0.0))

@@ -106,11 +106,6 @@ def _gains(label_n: Floats, query_n: Ints, sizes_Q: Ints) -> Floats:
     """Return the gain ``2 ** label - 1`` per sample, scaled by a factor per query to avoid overflow.
 
     Gains are divided by ``2 ** m`` for the largest label m in the query, unless m is below 1.
-
-    Args:
-        label_n: label per sample. Samples are sorted by query.
-        query_n: query number per sample.
-        sizes_Q: number of samples per query.
     """
     # NDCG is a ratio of gains, so a factor per query changes nothing. Without it, a large label such as a
     # duration in seconds would overflow.

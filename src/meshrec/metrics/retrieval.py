@@ -139,7 +139,6 @@ def _values_by_metric(ranks: Tensor, ties: Tensor, ks: Sequence[int]) -> dict[st
     Args:
         ranks: mean rank of the relevant item, from 1, [n].
         ties: number of other items with the same score, [n].
-        ks: cutoffs k.
     """
     values: dict[str, Tensor] = {}
     # With t ties, the item's rank is equally often each of first, first + 1, ..., last = first + t.

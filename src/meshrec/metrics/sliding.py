@@ -207,12 +207,7 @@ def _drop_old(slots: _Slots) -> None:
 
 
 def _entropy(sums: BinarySums, earlier: Tensor) -> float | None:
-    """Return the log loss of a model that predicts an earlier mean label; None if it is 0 or 1.
-
-    Args:
-        sums: sums over the samples.
-        earlier: sums over earlier samples, in the field order of `BinarySums`.
-    """
+    """Return the log loss of a model that predicts an earlier mean label; None if it is 0 or 1."""
     before = BinarySums(*earlier[:NUM_SUMS].tolist())
     if not before.labels > 0 or not before.negatives > 0:
         return None

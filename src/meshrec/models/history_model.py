@@ -279,9 +279,6 @@ class HistoryModel(nn.Module):
 
         Return None if the model does not have fixed scores for new users (`NewUserScores`). It then encodes
         empty histories like all others.
-
-        Args:
-            lengths_B: History lengths.
         """
         return NewUsers(lengths_B == 0, self.new_user_scores) if self.scores_new_users else None
 
@@ -289,7 +286,6 @@ class HistoryModel(nn.Module):
         """Return the mean loss over the targets of every sample, and a column of zeros, [B, 2].
 
         Args:
-            features: IDs for all features.
             items: B bags with target items.
         """
         # Targets per sample; the loss is averaged over them.
@@ -351,14 +347,6 @@ class HistoryModel(nn.Module):
         """Score the items in every target's history, for the training loss; see [Note: repeated items].
 
         A target's history is the prefix before the target.
-
-        Args:
-            weight_F: ``RepeatScores.weight``.
-            history: B bags with item IDs.
-            item_rows: Table rows for the history items, [N, D].
-            targets: Training targets.
-            queries_T: Converted query per target.
-            drawn_N: Sampled item IDs.
         """
         lengths_B, sample_T, position_T = history.lengths(), targets.sample_T, targets.position_T
         stops_P = torch.arange(int(lengths_B.max()) + 1, device=drawn_N.device)
@@ -390,10 +378,6 @@ class HistoryModel(nn.Module):
 
         For a causal model, they are all IDs in ``items``. For a masked model, they are randomly selected
         history items, and the next item.
-
-        Args:
-            history: B bags with item IDs.
-            items: B bags with target IDs, aligned as in `HistoryFeatures`.
 
         Raises:
             ValueError: A sample has more targets than history items plus one.
@@ -433,10 +417,6 @@ class HistoryModel(nn.Module):
         """Replace the table rows of masked items by the trained vector ``start``.
 
         An item in the history is masked if it is a target. Targets that follow the history are ignored.
-
-        Args:
-            history: B bags with the table rows for the history items, values [N, D].
-            targets: Training targets.
         """
         lengths_B, rows = history.lengths(), history.values()
         is_item = targets.position_T < lengths_B[targets.sample_T]
@@ -445,12 +425,7 @@ class HistoryModel(nn.Module):
         return JaggedTensor(rows, lengths=lengths_B)
 
     def _evaluate(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
-        """Evaluate the last target of every sample, and return the result of `evaluate_targets`, [B, 3].
-
-        Args:
-            features: IDs for all features.
-            items: B bags with target items.
-        """
+        """Evaluate the last target of every sample, and return the result of `evaluate_targets`, [B, 3]."""
         target_B = last_ids(items)
         has_target = target_B != NO_ITEM
         history, vectors = self._look_up(features, target_B[has_target])
@@ -482,10 +457,8 @@ class HistoryModel(nn.Module):
         """Encode histories, and return the converted query for the next item, per history, [B, D].
 
         Args:
-            features: IDs for all features, and timestamps, for the whole batch.
             history: B bags with the table rows for the history items. These may be only the first samples of
                 the batch.
-            check: Whether to check history lengths.
         """
         times = self._checked_times(features, history.lengths(), check=check)
         if not check or history.values().device.type != "cpu":
@@ -518,10 +491,8 @@ class HistoryModel(nn.Module):
         """Check history lengths, and return the timestamps; None if the model does not read timestamps.
 
         Args:
-            features: IDs for all features, and timestamps, for the whole batch.
             lengths: History lengths, [B]. These may be only the first samples of the batch; the result then
                 has the timestamps of only these samples.
-            check: Whether to check lengths, which an exported program cannot do.
 
         Raises:
             ValueError: A history is too long, or has more or fewer timestamps than items.
@@ -563,10 +534,6 @@ class HistoryModel(nn.Module):
 
     def _look_up(self, features: KeyedJaggedTensor, extra_ids: Tensor | None) -> tuple[JaggedTensor, Tensor]:
         """Look up history items and further items in one lookup, which is collective if tables are sharded.
-
-        Args:
-            features: IDs for all features.
-            extra_ids: Further item IDs, or None.
 
         Returns:
             Rows for the histories, B bags, and rows for ``extra_ids``.

@@ -216,11 +216,6 @@ class HSTU(HistoryModel):
         """Return the input vectors for tokens that are not cached, sample by sample, [n, D].
 
         A sample has a token per new item. If no tokens of the sample are cached, the start token comes first.
-
-        Args:
-            rows: B bags with table rows for the new items.
-            cached_B: Cached tokens per sample.
-            num_starts: How many samples have no cached tokens.
         """
         lengths_B, num_items, device = rows.lengths().long(), rows.values().shape[0], cached_B.device
         samples = torch.arange(cached_B.shape[0], device=device)
@@ -244,11 +239,6 @@ class HSTU(HistoryModel):
         """Return the timestamp per token in seconds, int64 [B + N].
 
         A start token has the first item's timestamp.
-
-        Args:
-            lengths_B: Items per history, without the start token.
-            times: B bags with timestamps; None: the result is None, and attention has no time bias.
-            num_items: Items in all histories, N.
         """
         if times is None:
             return None
@@ -282,11 +272,6 @@ def _with_capacity(rows: Tensor, num_cached: int, num_tokens: int) -> Tensor:
     """Return a tensor with the cached keys and values of a single sample, and with room for new tokens.
 
     Return ``rows`` itself if the capacity suffices, otherwise a larger copy.
-
-    Args:
-        rows: Cached keys and values, [L, capacity, S].
-        num_cached: Tokens in ``rows`` that are valid.
-        num_tokens: Required capacity, in tokens.
     """
     # In place: the caller's rows share the memory.
     if rows.shape[1] >= num_tokens:

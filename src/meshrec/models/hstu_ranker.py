@@ -188,10 +188,6 @@ class HSTURanker(nn.Module):
         """Look up some features, and return the table rows by feature.
 
         A lookup needs all features that have a table, so other features get empty bags.
-
-        Args:
-            features: IDs.
-            names: Features to look up.
         """
         # Features that are not requested get empty bags, because a lookup needs all features of its tables.
         stride = features.stride()
@@ -210,9 +206,6 @@ class HSTURanker(nn.Module):
         """Check user attributes and histories, and return the number of tokens before the candidates, [B].
 
         A sample that pads the last batch has neither attributes nor a history, and so no tokens.
-
-        Args:
-            rows_by_feature: Table rows by feature.
 
         Raises:
             ValueError: A sample does not have exactly one ID per user attribute, the history features differ
@@ -237,12 +230,7 @@ class HSTURanker(nn.Module):
         return lengths_B + context_B * len(self.features.contextual)
 
     def _prefix_tokens(self, rows_by_feature: dict[str, JaggedTensor], prefix_B: Tensor) -> Tensor:
-        """Return the input vectors for user attributes and history items, sample by sample, [B * C + N, E].
-
-        Args:
-            rows_by_feature: Table rows by feature.
-            prefix_B: Tokens before the candidates, per sample.
-        """
+        """Return the input vectors for user attributes and history items by sample, [B * C + N, E]."""
         contextual = [
             project(rows_by_feature[name].values())
             for project, name in zip(self.contextual, self.features.contextual, strict=True)
@@ -267,9 +255,6 @@ class HSTURanker(nn.Module):
     def _candidate_tokens(self, rows_by_feature: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
         """Return the input vectors for candidates, [M, E], and the number of candidates per sample, [B].
 
-        Args:
-            rows_by_feature: Table rows by feature.
-
         Raises:
             ValueError: A sample has too many candidates, or their features differ in number.
         """
@@ -292,8 +277,6 @@ class HSTURanker(nn.Module):
         Contextual tokens have the timestamp of the first history item, or 0 without a history.
 
         Args:
-            features: Timestamps.
-            prefix_B: Tokens before the candidates, per sample.
             targets_B: Candidates per sample; None: timestamps only for the tokens before the candidates.
 
         Raises:
@@ -349,12 +332,7 @@ def _feature_widths(embedding_collection: EmbeddingCollection, features: RankerF
 
 
 def _check_lengths(rows_by_feature: dict[str, JaggedTensor], expected: dict[str, Tensor]) -> None:
-    """Raise ValueError if a sample has another number of IDs for a feature than expected.
-
-    Args:
-        rows_by_feature: Table rows by feature.
-        expected: Expected IDs per sample, [B], by feature.
-    """
+    """Raise ValueError if a sample has another number of IDs for a feature than expected."""
     for name, lengths_B in expected.items():
         given = rows_by_feature[name].lengths()
         if not torch.equal(given.to(lengths_B.dtype), lengths_B):

@@ -61,11 +61,7 @@ class ItemFrequency(nn.Module):
         return -share.log().float()
 
     def _update(self, ids_B: Tensor) -> None:
-        """Update the mean interval between occurrences for all items in a batch.
-
-        Args:
-            ids_B: Item IDs in the batch.
-        """
+        """Update the mean interval between occurrences for all items in a batch."""
         self.num_samples += len(ids_B)
         # Unique items, because assignment by duplicate index is nondeterministic.
         items, counts = ids_B.unique(return_counts=True)

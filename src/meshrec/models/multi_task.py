@@ -202,11 +202,6 @@ class MultiTask(nn.Module):
 
 
 def _mix_experts(scores_BE: Tensor, experts: list[Tensor]) -> Tensor:
-    """Return the mean expert output, weighted by the softmax of the scores, [B, H].
-
-    Args:
-        scores_BE: Output of a gate.
-        experts: Outputs of E experts, [B, H] each.
-    """
+    """Return the mean expert output, weighted by the softmax of the scores, [B, H]."""
     weights_BE = torch.softmax(scores_BE, dim=1)
     return torch.einsum("be,beh->bh", weights_BE, torch.stack(experts, dim=1))

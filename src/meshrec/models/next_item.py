@@ -489,11 +489,8 @@ def _sample_blocks(
     the whole batch is a single block.
 
     Args:
-        query_BD: As in `top_items`.
         masked: Pairs of a sample and an item that get the score -inf, as tensors of sample indices and item
             IDs.
-        new_users: As in `top_items`.
-        repeated: As in `top_items`.
     """
     num_samples, device = len(query_BD), query_BD.device
     size = _CPU_BLOCK if device.type == "cpu" else max(num_samples, 1)
@@ -553,10 +550,7 @@ def _mask_scores(scores_BC: Tensor, ids_C: Tensor, sample_N: Tensor, ids_N: Tens
     """Set the scores for N pairs (sample, item) to -inf. Items outside the chunk are ignored.
 
     Args:
-        scores_BC: Score for every sample and every item in a chunk, modified in place.
         ids_C: Item IDs in the chunk, ascending.
-        sample_N: Sample index per pair.
-        ids_N: Item ID per pair.
     """
     index, inside = _search_ids(ids_C, ids_N)
     scores_BC[sample_N[inside], index[inside]] = float("-inf")

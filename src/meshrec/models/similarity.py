@@ -150,9 +150,6 @@ class MixtureOfLogits(Similarity):
 
         Args:
             vectors: Queries or items, [T, D].
-            components: Linear layer that computes the components.
-            num_components: Components per vector.
-            gate: MLP that computes the gate values.
 
         Returns:
             Components and gate values, [T, num_components * V + Q * X].
@@ -164,7 +161,6 @@ class MixtureOfLogits(Similarity):
         """Split the result from `_pack` into components and gate values.
 
         Args:
-            packed: Components and gate values, [T, num_components * V + Q * X].
             side: 0 for queries, 1 for items.
 
         Returns:

@@ -319,9 +319,6 @@ class TwoTowerTrain(nn.Module):
         """Return the log sampling probability per item in the batch, [B], for the logQ correction.
 
         Returns None if the correction is off.
-
-        Args:
-            ids_B: Item IDs in the batch.
         """
         if self.frequency is not None:
             log_q: Tensor = self.frequency(ids_B)
@@ -419,12 +416,7 @@ class BruteForceIndex:
 
 
 def _bag_mask(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
-    """Return whether an item is in a query's bag, for all pairs, bool [Q, I].
-
-    Args:
-        ids_I: Item IDs.
-        bags: Q bags with item IDs.
-    """
+    """Return whether an item is in a query's bag, for all pairs, bool [Q, I]."""
     lengths = bags.lengths()
     # Item IDs may be in any order; searchsorted needs them sorted.
     order = torch.argsort(ids_I)

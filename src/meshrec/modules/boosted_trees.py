@@ -88,10 +88,7 @@ class BoostedTrees(nn.Module):
             """Write a subtree to the new buffers.
 
             Args:
-                node: Subtree root.
-                tree: Tree index.
                 index: Position of ``node`` in the level, from 0 on the left.
-                level: Splits above ``node``.
             """
             if isinstance(node, Leaf):
                 # Threshold inf below a shallow leaf: samples go left down to this leaf's slot.

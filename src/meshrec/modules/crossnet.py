@@ -157,12 +157,7 @@ class LowRankMixtureCrossNet(nn.Module):
         return crossed_BN
 
     def _mix(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
-        """Return the sum of the experts' outputs weighted by the gates, [B, N].
-
-        Args:
-            experts_KBN: Output of every expert.
-            crossed_BN: Layer input, from which the gates are computed.
-        """
+        """Return the sum of the experts' outputs weighted by the gates, [B, N]."""
         if self.gates is None:
             return experts_KBN[0]
         # [K, B, 1]; the softmax runs over experts.

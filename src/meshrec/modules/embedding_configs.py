@@ -181,9 +181,6 @@ class BaseEmbeddingConfig:
     def _max_rows(self, keys: Hashed) -> int:
         """Return the maximum number of rows of a hashed table.
 
-        Args:
-            keys: The argument ``keys`` of the config.
-
         Raises:
             ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
         """

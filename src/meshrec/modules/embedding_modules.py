@@ -219,10 +219,6 @@ class TableCollection(nn.Module, ABC):
         For most tables this is the weight parameter. A hashed table's weight parameter is an empty
         placeholder, so the kernels read the table's row memory instead.
 
-        Args:
-            weights: Weight parameter for every table.
-            hashed: Hashed tables by table index. None: there are none.
-
         Raises:
             ValueError: A hashed table would receive gradients without a fused optimizer.
         """
@@ -378,10 +374,6 @@ class EmbeddingBagCollection(TableCollection):
 
     def _pool_variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         """Look up keys with different numbers of bags, and copy bags to samples by ``inverse_indices``.
-
-        Args:
-            features: IDs, with inverse indices.
-            weights: Weight parameter for every table.
 
         Returns:
             Pooled rows, [B, sum of D].

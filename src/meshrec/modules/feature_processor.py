@@ -225,12 +225,7 @@ def _bag_indices(lengths: Tensor, num_ids: int) -> Tensor:
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """Return the position of every ID in its bag, from 0, [N].
-
-    Args:
-        offsets: Start of every bag, followed by N, [B + 1].
-        bags: Bag index of every ID, [N].
-    """
+    """Return the position of every ID in its bag, from 0, [N]."""
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 
 

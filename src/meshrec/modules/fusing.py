@@ -97,8 +97,6 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
     """Return the tables of a collection, together with their optimizer specs.
 
     Args:
-        path: Collection path in the model, for errors.
-        child: The collection.
         optimizer: Spec for tables which ``apply_optimizer_in_backward`` has not marked, or None.
 
     Raises:

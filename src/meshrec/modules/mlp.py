@@ -107,11 +107,6 @@ class MLP(nn.Module):
 def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
     """Return the activation function for a layer.
 
-    Args:
-        activation: Argument ``activation`` of `MLP`.
-        size: Output columns of the layer.
-        device: Device for activation parameters.
-
     Raises:
         ValueError: The name is unknown, or the factory does not return a module.
     """

@@ -264,8 +264,6 @@ class TableLookup:
         """Replace IDs for tables with an index by slots, which are positions of rows in memory.
 
         Args:
-            lookups: Kernel arguments.
-            indexes: Index from keys to slots, by table index.
             seeds: Seed of the hash from IDs to keys, by table index. Without a seed, IDs are keys already.
         """
         num_keys = lookups.num_keys

@@ -135,11 +135,6 @@ def _elements(parameter: Tensor) -> Tensor:
 def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
     """Scale all gradients in place, so the total norm is at most ``max_norm``.
 
-    Args:
-        parameters: Parameters with the gradients to scale.
-        max_norm: Maximum total norm.
-        norm_type: p in the p-norm.
-
     Returns:
         Total norm before scaling, a scalar tensor; None if no parameter has a gradient and none belongs to a
             sharded model.
@@ -165,10 +160,6 @@ def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     The list has the gradient norm of every parameter that is not marked as sharded (see `shard_info_of`). For
     every rank group that shards parameters, the list also has the joint gradient norm of these parameters.
     Collective if there is such a group.
-
-    Args:
-        parameters: Parameters with the gradients.
-        norm_type: p in the p-norm.
     """
     norms: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
@@ -211,9 +202,6 @@ def _norm_over_ranks(
     """Return the norm over the shards on all ranks in a group. Collective.
 
     Args:
-        group: Ranks to reduce over.
-        local_norms: Gradient norms of this rank's shards; may be empty.
-        norm_type: p in the p-norm.
         device: Device of the result if ``local_norms`` is empty.
     """
     local_norms = [norm.to(local_norms[0].device) for norm in local_norms] or [torch.zeros((), device=device)]

@@ -112,14 +112,6 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
     Registered as a pre-hook on ``step`` of all torch optimizers. Checks only the first step of each
     optimizer. A check in the constructor would be too early: programs may build an optimizer only to save its
     state.
-
-    Args:
-        optimizer: Any torch optimizer.
-        args: Unused; part of torch's hook signature.
-        kwargs: Unused; part of torch's hook signature.
-
-    Raises:
-        ValueError: The backward pass updates some table, so that the optimizer would never change it.
     """
     # Keyed optimizers know their fused tables and need no check.
     if optimizer in _checked or hasattr(optimizer, "updates_in_backward"):

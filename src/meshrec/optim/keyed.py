@@ -251,14 +251,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def _match_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
     ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Pair each parameter group with the saved group for the same parameters, in any order.
-
-        Args:
-            new_groups: Saved groups; None: there is nothing to load.
-
-        Raises:
-            ValueError: The parameters are grouped differently.
-        """
+        """Pair each parameter group with the saved group for its parameters. ValueError if there is none."""
         if new_groups is None:
             return []
         name_of = {parameter: name for name, parameter in self.params.items()}
@@ -614,14 +607,7 @@ def _prefixed(prefix: str, name: str) -> str:
 
 
 def _check_names(names: Iterable[str], allowed: Collection[str], source: str, other: str) -> None:
-    """Raise ValueError if ``names`` has a name not in ``allowed``.
-
-    Args:
-        names: Names to check.
-        allowed: Allowed names.
-        source: Owner of ``names``, for the message.
-        other: Owner of ``allowed``, for the message.
-    """
+    """Raise ValueError if ``names`` has a name not in ``allowed``."""
     missing = sorted(set(names) - set(allowed))
     if missing:
         examples = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")

@@ -92,10 +92,7 @@ def _translate(
     """Build the spec for a torch optimizer class.
 
     Args:
-        name: Class name in messages.
-        translation: Spec class to build, and arguments implied by the torch class.
         defaults: torch's default per argument.
-        kwargs: Arguments given by the user.
 
     Raises:
         ValueError: An argument without a spec field differs from torch's default.

@@ -323,9 +323,6 @@ def _tensor_versions(leaves: Iterable[tuple[Path, Tensor | Jagged]]) -> dict[int
     """Return (path, tensor, version) for all tensors in ``leaves``, by ``id(tensor)``.
 
     The version is the number of in-place writes, which torch counts.
-
-    Args:
-        leaves: tensors and jagged tensors in a batch, from `find_tensors`.
     """
     versions: dict[int, tuple[Path, Tensor, int]] = {}
     for path, part in leaves:

@@ -54,9 +54,6 @@ class _StatusExchange:
     Args:
         batch: batch from this rank's loader; None at the end of the data and after an error.
         has_input: for every call of a sharded module, whether the batch contains the input.
-        error: error from this rank's loader, or None.
-        axis: the ranks.
-        device: device for the exchange.
     """
 
     def __init__(
@@ -96,11 +93,6 @@ class _WriteCheck:
     """Started exchange in which the ranks tell each other whether their batch was changed after it was read.
 
     The constructor starts the exchange, and ``finish`` waits for it.
-
-    Args:
-        change: message about a change on this rank; None if the batch is unchanged.
-        axis: the ranks.
-        device: device for the exchange.
     """
 
     def __init__(self, change: str | None, axis: Axis, device: torch.device) -> None:
@@ -290,11 +282,6 @@ class Lookahead:
 
         `forward` sets this method as ``take_lookup`` in the modules. In the first forward pass, it also
         records the call.
-
-        Args:
-            name: name of the module in the model.
-            module: module which the forward pass calls.
-            features: input of the call.
         """
         if self._calls is None:
             self._seen.append((name, module, features))
@@ -304,10 +291,6 @@ class Lookahead:
         """Search the batch for the input tensor of every call, and return the calls with the input's path.
 
         If a module has no input in the batch, log a warning, or with ``strict`` raise ValueError.
-
-        Args:
-            seen: calls recorded in the first forward pass, as (module name, module, input).
-            batch: batch of this forward pass.
         """
         calls = [Call(name, module, path_to(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}
@@ -373,9 +356,6 @@ class Lookahead:
 
         There is an error if a loader has failed. With ``uneven="error"`` there is also an error if some ranks
         still have a batch. Otherwise these ranks log a warning that they drop the batch.
-
-        Args:
-            decision: result of the status exchange.
         """
         self.has_ended, self._failure = True, decision.error
         if decision.error is not None or len(decision.ended) == self._axis.size:

@@ -301,12 +301,7 @@ def _shard_bands(
     A column band is a column range with a list of owner ranks. Empty shards are left out.
 
     Args:
-        table: Table name for errors.
-        sharding_type: Sharding type to store in the result.
-        size: Rows and columns of the table.
         bands: (first column, end column, owner ranks) of every column band.
-        world: Number of ranks and nodes.
-        compute_kernel: How the table is updated, to store in the result.
 
     Raises:
         ValueError: A rank does not exist.

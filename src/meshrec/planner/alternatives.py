@@ -126,7 +126,6 @@ def _best_per_type(
     A sharding type is missing if no placement with this type is possible, for example for lack of memory.
 
     Args:
-        state: the plan's ranks and loads without this table.
         before: step time in seconds with the table's present placement, with latencies. Phases which only
             other, data-parallel tables use are left out, because they do not change.
     """

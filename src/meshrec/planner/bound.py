@@ -150,7 +150,6 @@ class LowerBound:
         Args:
             bound: bound of the enclosing box, which is also valid for this box.
             lower_K: lower limits on T, the slowest rank's load per phase.
-            rounds: maximum number of times that cutting planes are added.
         """
         # A phase can use at most the cutoff minus the lower limits of all other phases.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)

@@ -199,15 +199,7 @@ def _lean_candidates(problem: Problem, fits_C: Bools, part: float) -> Bools:
 
 
 def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
-    """Construct a plan that spreads bytes evenly over ranks. Tables with large pieces are placed first.
-
-    Args:
-        in_bytes: planning problem whose loads are bytes instead of seconds.
-        cap: estimate for the fullest rank's bytes. It scales the objective and is not a limit.
-
-    Returns:
-        Plan with all tables. Its fullest rank may have more than `cap` bytes.
-    """
+    """Construct a plan that spreads bytes evenly over ranks. Tables with large pieces are placed first."""
     state = State(in_bytes, np.array([float(cap)]))
     size_C = in_bytes.largest_load_CK()[:, 0]
     # Large pieces first: small pieces fill the gaps afterwards.

@@ -421,9 +421,6 @@ class CostModel:
         In every other node, a representative of the rectangle's rank removes duplicate IDs, pools the fetched
         rows, and sums row gradients before sending them. All nodes are assumed to have equal loads, so the
         time of the representatives is simply added to the rectangle's own load.
-
-        Args:
-            loads: seconds per rectangle and phase, [N, NUM_PHASES]; changed in place.
         """
         p = self.profile
         loads[:, _IDS] += self._routes.exchange_work_factor * ids * p.route_id_seconds

@@ -107,13 +107,7 @@ def tables_of_model(
 
 
 def _wires_of(sharder: Any, path: str, names_by_path: Mapping[str, Sequence[str]]) -> TableWires | None:
-    """Return the wire formats which a sharder sets for a module's tables; None if it sets none.
-
-    Args:
-        sharder: the module's sharder, or None.
-        names_by_path: table names by module path, against which the sharder's table names are checked. Names
-            such as ``path.name`` are shortened to ``name``.
-    """
+    """Return the wire formats which a sharder sets for a module's tables; None if it sets none."""
     wires: TableWires | None = getattr(sharder, "wires", None)
     if wires is None:
         return None

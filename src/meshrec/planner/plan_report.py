@@ -268,9 +268,6 @@ def _new_elements(
     """Return how many elements of a table must be sent to ranks, summed over the ranks of a replica group.
 
     These are the elements which a rank holds under the new plan, but not under the old plan.
-
-    Args:
-        then: the table's sharding in the old plan, or None.
     """
     ranks = range(new.required_inputs().topology.world_size // new.replicas)
     target = _by_rank(now, rows, columns, ranks)

@@ -197,11 +197,7 @@ class State:
         return Placed(float(objective), TablePlacement(candidate, group_N, rank_N, np.ones(len(rank_N))))
 
     def _best_node(self, cost_R: Floats, pieces: slice) -> slice | None:
-        """Return the ranks, as a slice, of the node where the pieces cost least; None if they fit on no node.
-
-        Args:
-            cost_R: cost of a piece per rank; infinite where it does not fit.
-        """
+        """Return the rank slice of the node where the pieces cost least; None if they fit on no node."""
         problem = self.problem
         # All pieces must be on distinct ranks of the node.
         needed = int(problem.count_P[pieces].sum())

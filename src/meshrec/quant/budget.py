@@ -203,7 +203,6 @@ class _Search:
         The upper confidence bound of the rise is compared with the budget, not the mean.
 
         Args:
-            types: present data type by table name; changed in place.
             changes: per-sample loss change by table name and data type, with only that table quantized.
             total: predicted per-sample loss change with the present ``types`` together.
         """
@@ -232,10 +231,6 @@ class _Search:
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]
     ) -> bool:
         """Give the quantized table with the largest predicted rise the next larger data type.
-
-        Args:
-            types: present data type by table name; changed in place.
-            changes: per-sample loss change by table name and data type, with only that table quantized.
 
         Returns:
             True if a table got a larger type. False if no table is quantized; then ``types`` is unchanged.

@@ -111,12 +111,6 @@ def _hashed_blocks(
     The checkpoint may instead contain a fixed table (one without a hash index, in which an ID is a row
     number). The row numbers are then used as IDs.
 
-    Args:
-        folder: checkpoint.
-        manifest: checkpoint manifest.
-        name: name of the table's ``weight`` in the checkpoint.
-        storage: hashed table's storage.
-
     Yields:
         IDs, int64 [n], and the rows of these IDs, [n, D], block by block. Within a block, both are sorted by
             key (the hash of the ID).
@@ -148,16 +142,7 @@ def _is_within(shape: Sequence[int], storage: HashedRows) -> bool:
 
 
 def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], rounding: Rounding) -> Tensor:
-    """Convert the rows of a fixed table (one without a hash index) to a new data type, block by block.
-
-    Args:
-        config: table config with the new data type.
-        blocks: all rows in order, in blocks [n, D].
-        rounding: see ``quantize``.
-
-    Returns:
-        All converted rows, in the memory layout of ``storage_of(config)``.
-    """
+    """Convert the rows of a fixed table (one without a hash index) to a new data type, block by block."""
     # Allocate the result once, and fill it block by block: only a block of original rows is in memory.
     storage, first = storage_of(config), 0
     rows = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), None)
@@ -169,17 +154,7 @@ def _encode_blocks(config: BaseEmbeddingConfig, blocks: Iterator[Tensor], roundi
 
 
 def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Read a tensor from a checkpoint in blocks of consecutive rows.
-
-    Args:
-        folder: checkpoint.
-        manifest: checkpoint manifest.
-        name: tensor name.
-        shape: expected shape.
-
-    Raises:
-        ValueError: the checkpoint lacks the tensor, or has it in another shape.
-    """
+    """Read a tensor from a checkpoint in blocks of consecutive rows."""
     record: TensorRecord | None = manifest.tensors.get(name)
     if record is None or tuple(record.shape) != shape:
         there = "no such tensor" if record is None else f"the shape {list(record.shape)}"

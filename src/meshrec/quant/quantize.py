@@ -196,14 +196,7 @@ def _quantize_collection(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> TableCollection:
-    """Return a copy of a collection with tables in other data types.
-
-    Args:
-        module: original collection.
-        types: new data type by table name.
-        output_dtype: output data type of the copy.
-        rounding: see ``quantize``.
-    """
+    """Return a copy of a collection with tables in other data types."""
     collection = empty_like(module, types, module.bounds_check, output_dtype)
     _, holders = collection.table_holders()
     hashed = module.hashed_tables()

@@ -77,9 +77,7 @@ def _fit_params(values: Tensor, params: Tensor, top: int) -> Tensor:
     """Fit scale and bias per row to the present codes, by least squares.
 
     Args:
-        values: row values, fp32 [n, D].
         params: present scale and bias, fp16 [n, 2], which give the codes.
-        top: greatest code.
 
     Returns:
         New scale and bias, fp16 [n, 2]. Rows in which all codes are equal keep the present ones.

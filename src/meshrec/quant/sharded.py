@@ -130,10 +130,6 @@ class _QuantizedTables:
 
         A fixed table has no hash index: an ID is a row number.
 
-        Args:
-            shards: original shards.
-            table: table number.
-
         Returns:
             Scale and bias of every row in the table, fp16 [rows, 2].
         """
@@ -151,7 +147,6 @@ class _QuantizedTables:
         """Convert shards to the new data types.
 
         Args:
-            shards: original shards.
             params: scale and bias of every whole row, fp16 [rows, 2], by table number. It has the fixed
                 tables that are split by columns. Other tables compute both from their own rows.
         """
@@ -217,13 +212,7 @@ class _QuantizedTables:
             yield make_block(rows, block.keys, storage, columns)
 
     def _encode_block(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
-        """Convert the rows in a block of a fixed table to the new data type.
-
-        Args:
-            table: table number.
-            block: original rows.
-            params: see ``_convert``.
-        """
+        """Convert the rows in a block of a fixed table to the new data type."""
         assert isinstance(block.keys, range)
         weights, first = block.parts["weight"], block.keys.start
         name = self._built.routing.tables[table].name
@@ -248,11 +237,6 @@ class _RowParams(NamedTuple):
 
 def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEnv) -> _RowParams:
     """Compute the scale and bias of whole rows in a hashed table split by columns. Collective.
-
-    Args:
-        tables: the parts of the table on this rank. Empty if this rank has none.
-        storage: new table's storage.
-        env: the ranks over which the table is split.
 
     Returns:
         Scale and bias of every row on this rank, by row key.
@@ -284,9 +268,6 @@ def _params_by_key(tables: Sequence[Table], storage: HashedRows, env: ShardingEn
 def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Merge lists of keys with a minimum and a maximum per key, such as those of several ranks.
 
-    Args:
-        parts: tuples (keys, minima, maxima). A key may occur in several tuples.
-
     Returns:
         Distinct keys, ascending, int64 [n]; minimum and maximum per key, fp32 [n].
     """
@@ -299,12 +280,6 @@ def _merge_extremes(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Ten
 
 def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -> Tensor:
     """Return the minimum and maximum of whole rows in a fixed table split by columns. Collective.
-
-    Args:
-        tables: the parts of the table on this rank. Empty if this rank has none.
-        first: first row.
-        end: end of the row range, exclusive.
-        env: the ranks over which the table is split.
 
     Returns:
         Minimum (index 0) and maximum (index 1) of every row over the columns on all ranks, fp32 [2, R].
@@ -327,14 +302,7 @@ def _extremes(tables: Sequence[Table], first: int, end: int, env: ShardingEnv) -
 def _build_module(
     module: Sharded, quantised: _QuantizedTables, types: Mapping[str, DataType], output_dtype: DataType | None
 ) -> Sharded:
-    """Build a copy of a sharded module with tables in the new data types. Collective.
-
-    Args:
-        module: original module.
-        quantised: the new tables.
-        types: new data type by table name.
-        output_dtype: output data type.
-    """
+    """Build a copy of a sharded module with tables in the new data types. Collective."""
     old = module.built
     # Inference: no optimizer, and the ranks and routes stay.
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
@@ -371,12 +339,7 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    """Return the row storage of a table in the new data type. Rows in a file move to memory.
-
-    Args:
-        data_type: new data type.
-        before: row storage of the original table.
-    """
+    """Return the row storage of a table in the new data type. Rows in a file move to memory."""
     # Rows in a file come to memory.
     if is_growable(before):
         return replace(before, dtype=data_type.dtype, bits=data_type.bits, file=None)

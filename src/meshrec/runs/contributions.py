@@ -127,11 +127,7 @@ def _row_contributions(
     """Compute the column contributions for a single row.
 
     Args:
-        row: table with one row and d columns.
-        background_rows: table of rows to compare with.
         outputs: function from a table to the model outputs, float64 [rows, classes].
-        num: number of random column orders, m.
-        draws: random generator for orders and background rows.
 
     Returns:
         Contributions of the d columns, followed by base and output, float64 [d + 2].

@@ -116,10 +116,6 @@ def _encode_by_frequency(
 
     Example: for samples with values "a", "b", "b", return ``["b", "a"]`` and ``[1, 0, 0]``.
 
-    Args:
-        column: Arrow column of the data.
-        rows: data row of each scored sample, int64 [B].
-
     Returns:
         Two results. The first is a list of the most frequent values as strings, in number order. The second
         is the value number of every sample, int64 [B]. The list has at most ``_MAX_SLICES + 1`` values, which
@@ -152,11 +148,6 @@ def _encode_by_frequency(
 
 def _slice_metrics(whole: Scored, values: Sequence[str], value_indices: Any) -> dict[str, dict[str, float]]:
     """Compute the metrics for samples with each column value.
-
-    Args:
-        whole: all scored samples.
-        values: values by decreasing frequency, from `_encode_by_frequency`.
-        value_indices: value number of every sample, from `_encode_by_frequency`.
 
     Returns:
         Metrics by name, for each of the ``_MAX_SLICES`` most frequent values. All other values are combined

@@ -149,10 +149,6 @@ def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
     a part of the model, such as a history encoder or a tower. Such a package uses other names, lacks some
     weights, and may have weights computed from others.
 
-    Args:
-        trained: the trained model.
-        exported: the model in the package, which shares tensors with ``trained``.
-
     Returns:
         Dict with ``trained_names``, the trained name by package name, and ``left_out``, the trained names of
         weights missing from the package. Empty if all names are equal.
@@ -291,20 +287,6 @@ def _unhash_items(
 
     A hashed table assigns rows to item IDs as they occur. In the new tables, the vocabulary determines the
     row. The rows for missing and unknown items are copies of the hashed table's row for missing items.
-
-    Args:
-        model: model with hashed item tables. It is not changed.
-        recipe: the run's recipe.
-        log: the recipe's data source, with hashed items.
-        run: run folder with the fitted vocabulary.
-        quantised: path of the quantized checkpoint to export, which this function does not support; None if
-            the weights are not quantized.
-
-    Returns:
-        The new model, and a matching recipe and dataset.
-
-    Raises:
-        ValueError: ``quantised`` is given.
     """
     if quantised is not None:
         raise ValueError(
@@ -384,8 +366,6 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
     Args:
         model: the run's unquantized model. Table values are not read, so the tables may be on the meta
             device.
-        checkpoint: checkpoint from `quantize_run`.
-        run: name of the run to export.
 
     Returns:
         The loaded model, and the checkpoint's entry ``quantised``; see ``quantised_about``.

@@ -83,16 +83,7 @@ def features_in(folder: RunFolder, ranks: Ranks, fit: Callable[[], "Features"]) 
 
 
 def _features_on_ranks(saved: Any, folder: RunFolder, ranks: Ranks) -> "Features":
-    """Return the features on every rank. Ranks that see the run folder map its Arrow file. Collective.
-
-    Args:
-        saved: content of the run's JSON file with the features.
-        folder: this rank's folder.
-        ranks: the ranks.
-
-    Raises:
-        Exception: rank 0 failed to read the vocabularies; raised on every rank.
-    """
+    """Return the features on every rank. Ranks that see the run folder map its Arrow file. Collective."""
     from meshrec.data.features import Features
     from meshrec.data.features.storage import map_vocabularies, vocabularies_in, vocabulary_file
 

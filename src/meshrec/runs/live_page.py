@@ -68,12 +68,7 @@ def live_page(folder: RunFolder, port: int, *, server: str | None = None) -> Ite
 
 
 class _PageServer(ThreadingHTTPServer):
-    """HTTP server of one page.
-
-    Args:
-        address: host and port.
-        run: the run.
-    """
+    """HTTP server of one page."""
 
     def __init__(self, address: tuple[str, int], run: "_LiveRun") -> None:
         self.run = run
@@ -122,12 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _LiveRun:
-    """Figures of a run that trains. Threads may share it.
-
-    Args:
-        folder: run folder.
-        server: as for `live_page`.
-    """
+    """Figures of a run that trains. Threads may share it."""
 
     def __init__(self, folder: RunFolder, server: str | None) -> None:
         self._folder, self._lines, self._lock = (
@@ -174,15 +164,7 @@ class _LiveRun:
 
 
 class _MetricLines:
-    """Reader of a growing ``metrics.jsonl``, with bounded memory.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        last: last line of each kind.
-        alarms: newest alarms.
-    """
+    """Reader of a growing ``metrics.jsonl``, with bounded memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -258,11 +240,7 @@ class _ThinnedLines:
 
 
 class _ScoringServer:
-    """Server that answers requests with the weights of the run.
-
-    Args:
-        address: freshness address of a model.
-    """
+    """Server that answers requests with the weights of the run."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -208,13 +208,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def _in_use_message(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
-    """Return the error message for a locked run folder.
-
-    Args:
-        folder: run folder.
-        who: the kind of process holding the lock, such as "process".
-        holder: description from `_read_holder`.
-    """
+    """Return the error message for a locked run folder."""
     where = f"{who} {holder['pid']} on {holder['host']}" if holder else f"{who}, not known yet,"
     since = f" since {holder['since']}" if "since" in holder else ""
     stop = f"stop it (kill {holder['pid']})" if holder else "stop it"

@@ -93,17 +93,7 @@ def quantize_run(
 
 
 def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
-    """Choose a data type per table such that the validation loss rises by at most the fraction ``max_loss``.
-
-    Args:
-        trained: model on which the loss is measured, with validation data.
-        ranks: the ranks of a single process.
-        max_loss: maximum relative increase of the log loss, such as 0.0002 for 0.02 %.
-        rounding: rounding method; see ``quantize``.
-
-    Raises:
-        ValueError: the run has no validation data.
-    """
+    """Choose a data type per table. The validation loss rises by at most the fraction ``max_loss``."""
     reader = trained.dataset.validation
     if reader is None:
         raise ValueError(

@@ -241,8 +241,6 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
     """Read the users to recommend items to from a file or table.
 
     Args:
-        path: file path or table.
-        name: name of the user column.
         logged: users in the log. The values read must have the same kind, such as integer or string.
 
     Raises:

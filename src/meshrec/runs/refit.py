@@ -180,15 +180,7 @@ def refit(
 def _write_config(
     job: Job, recipe: Recipe, refit_trainer: Trainer, folder: RunFolder, final: RunFolder
 ) -> None:
-    """Write the refit's ``config.json``, state and sharding plan. Rank 0 only.
-
-    Args:
-        job: run options.
-        recipe: recipe of the refit.
-        refit_trainer: trainer of the refit.
-        folder: run folder.
-        final: folder of the refit.
-    """
+    """Write the refit's ``config.json``, state and sharding plan. Rank 0 only."""
     # An earlier start of the same refit; empty for the first start.
     before = final.read_json(CONFIG) or {}
     plan = refit_trainer.built.plan

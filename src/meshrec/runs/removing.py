@@ -116,10 +116,6 @@ def _remove_files(folder: Path, names: list[str]) -> None:
     """Delete files in a folder, and then the folders that are left empty.
 
     If ``folder`` is a symbolic link, delete only the link.
-
-    Args:
-        folder: the folder.
-        names: paths relative to the folder.
     """
     if remove_link(folder):
         return

@@ -146,11 +146,7 @@ def _describe_files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
 
 
 def _format_by_rank(values: list[str]) -> str:
-    """Format the values on all ranks, the most frequent first: ``0.1 on rank 0, 1 and 0.2 on rank 3``.
-
-    Args:
-        values: value per rank, in rank order.
-    """
+    """Format the values on all ranks, the most frequent first: ``0.1 on rank 0, 1 and 0.2 on rank 3``."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -165,13 +161,6 @@ def _data_paths(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
     """Find the paths of existing files and folders among the options of a data source.
 
     Lists and nested data sources are searched, too.
-
-    Args:
-        value: the data source, or an option in it.
-        name: name of ``value``, such as "data".
-
-    Yields:
-        Option name, such as "data.train", and path.
     """
     if isinstance(value, str | Path):
         # os.path.exists raises for strings with NUL.

@@ -69,17 +69,7 @@ def write_scores(
 def _fill_skipped_rows(
     scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int
 ) -> Iterator[list[Any]]:
-    """Convert model outputs to scores for all data rows in order, with null for rows skipped by the reader.
-
-    Args:
-        scored: scored batches, with row numbers in ascending order.
-        num_rows: number of data rows.
-        loss: the recipe's loss, which converts model outputs to scores.
-        num_tasks: number of scores per row, T.
-
-    Yields:
-        The float32 scores of the next data rows, as a list with an Arrow array [rows] per task.
-    """
+    """Convert model outputs to scores for all data rows in order; null for rows the reader skipped."""
     import pyarrow as pa
 
     num_written = 0
@@ -101,12 +91,7 @@ def _fill_skipped_rows(
 
 
 class _ColumnReader:
-    """Reader of data columns in portions of any size, from a reader that yields blocks of a fixed size.
-
-    Args:
-        reader: data reader.
-        names: columns to read.
-    """
+    """Reader of data columns in portions of any size, from a reader that yields blocks of a fixed size."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa

@@ -205,12 +205,6 @@ def _with_placement(recipe: Recipe, run: RunFolder, ranks: Ranks, *, sharded: bo
     The run's plan is used if the run had as many ranks. Otherwise a new plan may use only sharding types
     under which scores do not depend on the number of ranks. A recipe that restricts types or memory itself
     keeps its restrictions instead.
-
-    Args:
-        recipe: the run's recipe.
-        run: the run.
-        ranks: the current ranks.
-        sharded: whether to shard the tables.
     """
     placement = replace(recipe.placement, sharded=sharded)
     if sharded and placement.plan is None:
@@ -252,9 +246,6 @@ class _UnseenValues:
     """Counts, per feature, the scored values and how many of them are not in the training vocabulary.
 
     Call it with every batch.
-
-    Args:
-        features: fitted features; None: nothing is counted.
     """
 
     def __init__(self, features: "Features | None") -> None:

@@ -191,14 +191,7 @@ def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's secret key.
-
-    Args:
-        make: whether to create the key if it does not exist. If False, return None in this case.
-
-    Raises:
-        ValueError: other users can access the key file, or it has the wrong size.
-    """
+    """Return this user's secret key, and create it if ``make``. ValueError if others have access."""
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -229,11 +222,7 @@ def _key(*, make: bool) -> bytes | None:
 
 
 def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
-    """Read a recipe's source files: the recipe itself, and the modules it imported from the same folder.
-
-    Returns:
-        The folder, and the files' content by relative path.
-    """
+    """Read a recipe's source files: the recipe itself, and the modules it imported from the same folder."""
     location = source.rpartition(":")[0]
     if not location.endswith(".py"):
         path = Path(str(importlib.import_module(location).__file__))
@@ -261,11 +250,6 @@ def _read_sources(source: str) -> tuple[Path, dict[str, bytes]]:
 def _read_files(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
     """Read the recorded source files.
 
-    Args:
-        folder: original folder, or folder of the copy.
-        entry: entry in ``config.json``, from `copy_source`.
-        check: whether to compare digests.
-
     Returns:
         File content by relative path. None if a file is missing, lies outside the folder or, with ``check``,
         has changed.
@@ -283,13 +267,7 @@ def _read_files(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -
 
 
 class _InMemoryLoader(SourceFileLoader):
-    """Import loader that executes a module from bytes in memory, never from cached bytecode.
-
-    Args:
-        name: module name.
-        path: path to show in tracebacks.
-        content: source code.
-    """
+    """Import loader that executes a module from bytes in memory, never from cached bytecode."""
 
     def __init__(self, name: str, path: Path, content: bytes) -> None:
         super().__init__(name, str(path))
@@ -305,12 +283,7 @@ class _InMemoryLoader(SourceFileLoader):
 
 
 class _InMemoryFinder(MetaPathFinder):
-    """Import finder for the modules next to a recipe, which are executed from copies in memory.
-
-    Args:
-        folder: folder of the copy.
-        files: source code by relative path.
-    """
+    """Import finder for the modules next to a recipe, which are executed from copies in memory."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
@@ -329,13 +302,7 @@ class _InMemoryFinder(MetaPathFinder):
 
 
 def _execute_copy(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
-    """Execute the copy of a recipe file, and return the module.
-
-    Args:
-        folder: folder of the copy.
-        main: name of the recipe file.
-        files: content of all copied files, by relative path.
-    """
+    """Execute the copy of a recipe file, and return the module."""
     # The finder comes before sys.path, because copied modules must take precedence over changed files.
     neighbours = {name: content for name, content in files.items() if name != main}
     if neighbours:

@@ -138,9 +138,6 @@ def _record_error(
     """Write an error with its traceback to this rank's error file in the run folder.
 
     Args:
-        folder: this rank's folder.
-        ranks: all ranks.
-        error: error with which this rank failed.
         ranks_without_access: ranks unable to see rank 0's folder.
     """
     # Otherwise MeshRec's launcher records the failure, and removes the folder if the run did not start.
@@ -449,9 +446,6 @@ class RankRun:
 
         Args:
             by_rank: per rank, counts by file and reason: ``{"day_0.parquet": {"negative label": 3}}``.
-
-        Returns:
-            Counts by file and reason.
         """
         merged: dict[str, dict[str, int]] = {}
         for of_rank in by_rank:
@@ -468,9 +462,7 @@ class RankRun:
         """Return the summary of the training. `_extend` and `_write_results` add further entries later.
 
         Args:
-            trainer: the finished trainer.
             train_seconds: training time in seconds since this start, without earlier starts.
-            skipped: number of skipped rows by file and reason.
         """
         progress, results = trainer.progress, self._results(trainer)
         error = None

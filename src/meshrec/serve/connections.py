@@ -163,11 +163,7 @@ class Connections:
         return max(unfinished, key=lambda connection: connection.held, default=None)
 
     def _close_slowest(self, connections: "Iterable[Connection]") -> bool:
-        """Close the slowest of the given connections; see `_slowest`.
-
-        Returns:
-            Whether a connection was closed. False if all wait for a single answer by the server.
-        """
+        """Close the slowest connection, see `_slowest`. Return False if all wait for a single answer."""
         slowest = self._slowest(connections)
         if slowest is None:
             return False
@@ -498,11 +494,7 @@ class Connection(HttpToolsProtocol):
         return None
 
     def _resolve_target(self) -> bool:
-        """Replace a target that is a whole URL by the path, and the Host header by the URL's host and port.
-
-        Returns:
-            Whether the target was a valid http or https URL.
-        """
+        """Replace a target that is a URL by its path, and the Host header by the URL's host and port."""
         with contextlib.suppress(httptools.HttpParserInvalidURLError):
             url = httptools.parse_url(self.url)
             if (url.schema or b"").lower() in (b"http", b"https") and url.host and url.userinfo is None:

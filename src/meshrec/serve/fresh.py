@@ -199,9 +199,6 @@ class Deltas:
 
         The result is None if the folder has no newer delta. Deltas in between may be missing, which the
         caller must check.
-
-        Args:
-            last: last delta that the weights contain. None: it is not known, so `step` decides.
         """
         if last is None:  # the run had not published, or an earlier release exported the package
             for candidate in delta_records(self._folder):
@@ -230,9 +227,6 @@ class Deltas:
 
         Two signs show this: all numbers in the folder are below that of the last delta, or the folder has
         another delta with the same number.
-
-        Args:
-            available: numbers of the deltas in the folder, ascending.
         """
         is_present = last.number in available
         if available[-1] < last.number or (

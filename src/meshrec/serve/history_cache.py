@@ -190,9 +190,6 @@ class CachedQueryEncoder:
 
         Entries of several histories are copied into one tensor. The entry of a single history is not copied:
         new items can then be written to the unused capacity at the end of its tensor.
-
-        Args:
-            prefixes: cache entry per history; None for a history without a cached prefix.
         """
         num_cached = torch.tensor(
             [0 if cached is None else cached.num_items for cached in prefixes], dtype=torch.int64
@@ -211,11 +208,7 @@ class CachedQueryEncoder:
 
     @staticmethod
     def _stack_histories(values: list[Ints], lengths: list[Ints]) -> list[Ints]:
-        """Return an array per history, int64 [N, F], with N items and F values per item.
-
-        Args:
-            lengths: for every feature, the number of values per history.
-        """
+        """Return an array per history, int64 [N, F], with N items and F values per item."""
         if any(not np.array_equal(feature_lengths, lengths[0]) for feature_lengths in lengths):
             at = int((lengths[1] != lengths[0]).argmax())
             raise ValueError(

@@ -499,9 +499,6 @@ def _make_query_encoder(name: str, predictor: Predictor, max_bytes: int) -> Cach
 
     Returns None if ``max_bytes`` is 0, or if the package has no items to recommend. Also returns None, and
     logs a warning, if the model does not support a KV cache.
-
-    Args:
-        max_bytes: limit on the cache size; 0: no cache.
     """
     if not max_bytes or predictor.items is None:
         return None
@@ -516,11 +513,7 @@ def _make_query_encoder(name: str, predictor: Predictor, max_bytes: int) -> Cach
 
 
 def _unreached_error(until: int, served: ServedModel) -> ValueError:
-    """Return the error for a rollback to a delta which cannot be reached.
-
-    Args:
-        served: model after all available deltas up to `until` were applied.
-    """
+    """Return the error for a rollback to a delta which cannot be reached."""
     delta, reason = served.freshness.delta, served.freshness.reason
     if delta is not None:
         can = f"the last reachable delta is {delta}"

@@ -168,11 +168,7 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
 
 
 def _request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
-    """Build a request from ID and dense inputs.
-
-    Args:
-        shares: whether all samples share the inputs which have a single row.
-    """
+    """Build a request from ID and dense inputs."""
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
     lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
     sizes = {name: feature_lengths.size for name, feature_lengths in lengths.items()}
@@ -201,11 +197,7 @@ def _split_shared(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]
 
 
 def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) -> Request:
-    """Build a request from raw column values.
-
-    Args:
-        shares: whether all samples share the columns that have a single value.
-    """
+    """Build a request from raw column values."""
     assert signature.raw is not None
     columns, missing = {}, []
     for name, kind in signature.raw.kinds.items():
@@ -240,11 +232,7 @@ def _raw_request(arrays: Mapping[str, Any], shares: bool, signature: Signature) 
 
 
 def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
-    """Split a list column's flat values into a list per sample.
-
-    Args:
-        lengths: number of values per sample, int64 [B].
-    """
+    """Split a list column's flat values into a list per sample."""
     if (lengths < 0).any() or lengths.sum() != len(values):
         raise RequestError(
             f"column {name!r}: lengths of 0 or more must sum to the number of values, {len(values)}."
@@ -255,9 +243,6 @@ def _split_lists(name: str, values: list[Any], lengths: Ints) -> list[Any]:
 
 def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, Any]:
     """Parse the inputs of a request.
-
-    Args:
-        binary: bytes after the JSON; None without the length header.
 
     Returns:
         By input name: an array for IDs, lengths and dense values; a list for raw values.
@@ -402,11 +387,7 @@ def _check_datatype(datatype: Any, content_type: Any, expected: _InputSpec, name
 
 
 def _array_of(data: Any, datatype: str, shape: list[int], name: str) -> NDArray[Any]:
-    """Convert an input's JSON data to a flat array, with dtype object if values are strings or null.
-
-    Args:
-        shape: shape from the request, which nested lists must match.
-    """
+    """Convert an input's JSON data to a flat array, with dtype object if values are strings or null."""
     if not isinstance(data, list):
         raise RequestError(f"the data of input {name!r} must be a list, got {shown(data)}.")
     is_nested = bool(data) and type(data[0]) is list
@@ -484,11 +465,7 @@ def _from_bytes(data: memoryview | bytes, datatype: str, name: str) -> NDArray[A
 
 
 def _values_of(array: NDArray[Any], content_type: str | None, expected: _InputSpec, name: str) -> Any:
-    """Convert an input to the form that the model takes: an array with the model's dtype, or raw values.
-
-    Args:
-        content_type: content type of MLServer's codecs, or None.
-    """
+    """Convert an input to the form that the model takes: an array with the model's dtype, or raw values."""
     if (dtype := expected.dtype) is not None:
         if array.dtype == object:
             raise RequestError(f"input {name!r} has null; only raw values may be null.")

@@ -148,11 +148,7 @@ def _parse_dense(rows: Sequence[Any], num_dense: int) -> Floats:
 
 
 def _parse_ids(name: str, samples: Sequence[Sample], label_prefix: str) -> tuple[Ints, Ints]:
-    """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B].
-
-    Args:
-        label_prefix: prefix of the sample number in errors; empty for shared values.
-    """
+    """Return the IDs of a feature, int64 [N], and the ID count per sample, int64 [B]."""
     given = [sample[name] for sample in samples]
     lists = [value if type(value) is list else [value] for value in given]
     flat = list(itertools.chain.from_iterable(lists))

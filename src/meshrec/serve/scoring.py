@@ -132,9 +132,6 @@ async def _json_with_array(fields: Mapping[str, Any], name: str, array: Floats) 
     """Serialize a JSON object with an array as the last value.
 
     The array is serialized in parts, with other clients served in between.
-
-    Args:
-        array: scores [B] or vectors [B, V].
     """
     parts = []
     # Rows of vectors have several values each.
@@ -213,11 +210,7 @@ def _header_text(headers: Headers, name: str) -> str | None:
 
 
 def _parse_deadline(headers: Headers, start_time: float) -> float:
-    """Return the client's deadline from the header `TIMEOUT`, as a ``time.monotonic`` time.
-
-    Returns:
-        The deadline; infinite without the header.
-    """
+    """Return the client's deadline from the header `TIMEOUT`, as a ``time.monotonic`` time; else infinity."""
     text = _header_text(headers, TIMEOUT)
     if text is None:
         return math.inf

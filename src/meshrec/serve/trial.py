@@ -180,11 +180,7 @@ def _trial_failure(
 
 
 def _interruption_message(package: CheckedPackage, how: str) -> str:
-    """Return the message for a trial which failed for reasons outside the package.
-
-    Args:
-        how: verb phrase, such as "was ended by SIGKILL".
-    """
+    """Return the message for a trial which failed for reasons outside the package."""
     return (
         f"the trial process for {package.folder} {how}. It was killed, or memory or the disk was "
         "full. Load the package again."
@@ -192,11 +188,7 @@ def _interruption_message(package: CheckedPackage, how: str) -> str:
 
 
 def _load_and_exit(load: Callable[[], bytes], seconds: float, to: int, folder: str) -> None:
-    """Run a function, write its result to a pipe, and exit the process. Called in a fork.
-
-    Args:
-        load: function to run; returns the report.
-    """
+    """Run a function, write its result to a pipe, and exit the process. Called in a fork."""
     report = b""
     code = 1
     try:

@@ -245,9 +245,6 @@ class _Supervisor:
         """Record that a worker has finished a change.
 
         Once all workers have finished, send the outcome to the worker which requested the change.
-
-        Args:
-            error: arguments of the `RequestError` that this worker raised; None: success.
         """
         task = self._tasks[number]
         task.pending.discard(index)

@@ -101,13 +101,7 @@ def format_rows(rows: Tensor) -> str:
 
 
 def _format_weighted_bags(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """Format the bags of a key: only values, or values and weights on separate lines.
-
-    Args:
-        values: Values for all keys, [N, ...].
-        weights: Weights for all keys, [N].
-        offsets: Bag boundaries of the key in ``values``.
-    """
+    """Format the bags of a key: only values, or values and weights on separate lines."""
     text = format_bags(values, offsets)
     if weights is None:
         return text

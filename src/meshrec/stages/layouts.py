@@ -167,9 +167,6 @@ def _exposed_reduce_seconds(problem: _LayoutInputs, costs: Sequence[UnitCost]) -
 
     Simulates the backward pass through the units in reverse order. DDP sends a gradient bucket once the
     bucket is full. Buckets share a link, so a bucket waits until the previous bucket is sent.
-
-    Args:
-        costs: seconds of every unit for the batch of a rank.
     """
     ranks, link = problem.world_size, problem.link
     # Clock of the backward pass, time when the link is free, arrival of the last sent bucket (all in
@@ -286,11 +283,7 @@ def simulate(
 
 
 def _costs(problem: _LayoutInputs, lane_batch: int, num_splits: int) -> list[UnitCost]:
-    """Measure the seconds per split (microbatch) for every unit; table lookups count as 0 seconds.
-
-    Args:
-        num_splits: number of splits into which these samples are divided.
-    """
+    """Measure the seconds per split (microbatch) for every unit; table lookups count as 0 seconds."""
     batch_values = problem.batch_values
     if lane_batch < problem.batch:
         # A lane gets only this part of the batch. All lanes take equally long.

@@ -202,9 +202,6 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
     """Return the mean forward and backward seconds per split (microbatch) of a stage's program.
 
     Runs ``depth`` forward passes, then the backward passes in reverse order, as `ThreadedBatch` does.
-
-    Args:
-        depth: number of forward passes before the first backward pass.
     """
     pending = []
     forward = backward = 0.0
@@ -266,11 +263,7 @@ class _TimedResult(NamedTuple):
 def _measure_all_units(
     traced: Traced, programs: Sequence[PartProgram], batch_values: Mapping[str, Any], sizes: Sequence[int]
 ) -> list[UnitCost]:
-    """Run the first split (microbatch) once through all units, and return the seconds of every unit.
-
-    Args:
-        batch_values: batch values read by units, by value name.
-    """
+    """Run the first split (microbatch) once through all units, and return the seconds of every unit."""
     values: dict[str, Any] = {}
     costs = []
     for unit, part in zip(traced.units, programs, strict=True):

@@ -182,9 +182,6 @@ class Staged(NamedAsModel):
         """Return the samples per split for a batch.
 
         If the cuts or the split size are "auto", the first call chooses them by measuring on this batch.
-
-        Args:
-            batch_values: batch values read by units, by value name.
         """
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
             self.choice = measure_and_choose(
@@ -255,11 +252,7 @@ class Staged(NamedAsModel):
     def _join_outputs(
         self, result: "Callable[[str, int], Any]", batch_values: Mapping[str, Any], sizes: Sequence[int]
     ) -> Any:
-        """Join the results of all splits, and return the model's output for the whole batch.
-
-        Args:
-            batch_values: batch values by name; the model may return them unchanged.
-        """
+        """Join the results of all splits, and return the model's output for the whole batch."""
         assert self._staging is not None
         producer_stage = self._staging.producer_stage()
 

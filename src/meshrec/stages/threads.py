@@ -308,12 +308,7 @@ class ThreadedBatch:
     def _run_in_stages(
         self, job: Callable[[StageRun], None], runs: Sequence[StageRun], *, here: bool
     ) -> None:
-        """Run ``job`` for every stage, and raise StageError with the stage and the split if a job fails.
-
-        Args:
-            runs: a `StageRun` per stage. If ``here``, the jobs run one after another in this order.
-            here: if True, run in the calling thread instead of the worker threads.
-        """
+        """Run ``job`` for every stage, and raise StageError with the stage and the split if a job fails."""
 
         def run_job(run: StageRun) -> None:
             """Run the job for a stage, and raise StageError with the stage's name if the job fails."""

@@ -197,11 +197,6 @@ class WholeTables(tbe.Updater):
 
 
 def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the optimizer state of a hashed table's live rows in key order, by state slot name.
-
-    Args:
-        table: the table.
-        names: state slot names.
-    """
+    """Return the optimizer state of a hashed table's live rows in key order, by state slot name."""
     tensors = table.tensors()
     return {name: tensors[name] for name in names}

@@ -231,10 +231,6 @@ def _copy_slots(slots: Tensor, parts: Sequence[Tensor]) -> None:
     """Copy concatenated slots back to the segments from which they come.
 
     Does nothing if ``slots`` is a view of the only segment, because the slots are then there already.
-
-    Args:
-        slots: concatenated slots, int64.
-        parts: memory to write, one tensor per segment.
     """
     if slots.data_ptr() == parts[0].data_ptr():
         return
@@ -248,9 +244,6 @@ def _find_slots(
     """Replace IDs by slots for all features with searchable indexes, in a single kernel call.
 
     Args:
-        values: see ``replace_ids_by_slots``.
-        bounds: see ``replace_ids_by_slots``.
-        rows_by_feature: see ``replace_ids_by_slots``.
         num_keys: number of features per block.
 
     Returns:

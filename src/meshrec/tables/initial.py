@@ -119,7 +119,6 @@ def _fills_rows_alike(init_fn: Callable[[Tensor], Any], dim: int) -> bool:
     Args:
         init_fn: see ``initial_rows``; or the method ``init_weight`` of a table's config, which calls the
             config's ``init_fn``, or fills all rows alike if that is None.
-        dim: whole-table columns.
     """
     config = getattr(init_fn, "__self__", None)
     function = getattr(config, "init_fn", init_fn)

@@ -358,10 +358,6 @@ def _all_rows(dim: int) -> Rectangle:
 def _copy_pairs(full: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of local memory and the new values to copy there.
 
-    Args:
-        full: present state dict entry, a split tensor or a plain tensor.
-        value: new value of this entry, from the state dict to load.
-
     Raises:
         ValueError: the value has other rectangles than this rank.
     """

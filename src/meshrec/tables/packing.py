@@ -117,14 +117,7 @@ def add_sparse(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool) -> Tensor:
-    """Return a sparse tensor with the given rows of a matrix, without checks.
-
-    Args:
-        indices: row numbers, int64 [1, N].
-        values: rows, [N, width].
-        shape: rows and columns of the matrix.
-        is_coalesced: whether the row numbers ascend, without repetition.
-    """
+    """Return a sparse tensor with the given rows of a matrix, without checks."""
     # torch 2.12's sparse_coo_tensor warns that invariants are not checked, even with check_invariants=False.
     sparse: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,

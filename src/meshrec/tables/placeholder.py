@@ -106,12 +106,7 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _unsupported(table: str, call: str) -> ValueError:
-    """Return the exception for an operation (``call``) on the placeholder that would need rows.
-
-    Args:
-        table: table name.
-        call: name of the operation.
-    """
+    """Return the exception for an operation on the placeholder that would need rows."""
     return ValueError(
         f"{call} is not for the parameter of table {table!r}, which has no rows: an index finds them, or "
         "they are in a file. Read and replace rows with state_dict() and load_state_dict(), choose first "

@@ -202,8 +202,6 @@ class _Group:
     tables split by columns, and ``whole`` has the other rectangles.
 
     Args:
-        rule: update rule.
-        tables: table numbers.
         peers: the ranks with the other columns of the rows in ``split``. None: no table in the group is split
             by columns.
     """
@@ -467,12 +465,6 @@ class TableUpdates:
 
         Makes a kernel call for all gradients from a lookup, and another for all gradients already summed by
         row.
-
-        Args:
-            rectangles: numbers of rectangles in ``group.whole``.
-            gradient: gradient for all tables.
-            group: tables with a common rule.
-            step: update number, equal for all these rectangles' tables.
         """
         rule, hyper = group.rule, group.rule.hyper_at(step)
         together = [i for i in rectangles if i not in gradient.rows] if gradient.rows else rectangles
@@ -517,10 +509,6 @@ class TableUpdates:
         """Call the update kernel, which changes every touched row in some rectangles once.
 
         Args:
-            looked_up: lookup, and the gradient of its output.
-            rectangles: numbers of the rectangles to update.
-            rule: update rule.
-            hyper: hyperparameters, as ``UpdateRule.hyper_at`` returns them.
             sums: statistics over whole rows (``_RectangleUpdate.sums``), if the rows are split by columns.
             runs: the fields of a ``_SplitUpdate``, instead of ``sums``; else empty.
         """
@@ -543,10 +531,6 @@ class TableUpdates:
         """Return the last arguments of the update kernel: ``runs``, then the keys for stochastic rounding.
 
         The keys are left out if no rectangle needs them.
-
-        Args:
-            rectangles: numbers of the rectangles to update.
-            runs: see ``_run_kernel``.
         """
         # Without keys, the remaining arguments keep their defaults.
         if not self._row_keys:
@@ -556,13 +540,7 @@ class TableUpdates:
         return *(runs or (None, None)), [self._row_keys.get(i, nothing) for i in rectangles]
 
     def _update_split(self, prepared: PreparedGroup, gradient: TableGradient, tables: set[int]) -> None:
-        """Update the rectangles of a group that are split by columns.
-
-        Args:
-            prepared: prepared update of the group.
-            gradient: gradient for all tables.
-            tables: numbers of the tables to update.
-        """
+        """Update the rectangles of a group that are split by columns."""
         group, split = prepared.group, prepared.split
         # All rectangles at once, with the sorted rows from ``_prepare_split``.
         if isinstance(split, _SplitUpdate):
@@ -587,11 +565,6 @@ class TableUpdates:
         A single kernel call (``_SplitUpdate``) updates all rectangles on two conditions. The statistics over
         whole rows need only the gradient, and this lookup alone trains all rectangles, at the same step.
         Otherwise every rectangle has a separate update. The ranks exchange the same data in both cases.
-
-        Args:
-            group: tables with a common rule.
-            peers: the ranks with the other columns.
-            gradient: gradient for all tables.
         """
         rule, split, looked_up = group.rule, group.split, gradient.looked_up
         # Width of whole rows, by which the statistics are divided.
@@ -613,14 +586,7 @@ class TableUpdates:
     def _prepare_row_updates(
         self, group: _Group, peers: RowPeers, gradient: TableGradient, hypers: Sequence[Tensor]
     ) -> list[_RectangleUpdate]:
-        """Prepare an update for every rectangle that is split by columns, with its statistics. Collective.
-
-        Args:
-            group: tables with a common rule.
-            peers: the ranks with the other columns.
-            gradient: gradient for all tables.
-            hypers: hyperparameters per rectangle in ``group.split``.
-        """
+        """Prepare an update for every rectangle that is split by columns, with its statistics. Collective."""
         weights, rule = self._shards.weights, group.rule
         values = [Hyper.from_tensor(hyper) for hyper in hypers]
         parts = self._row_gradients(gradient, group.split)
@@ -636,13 +602,7 @@ class TableUpdates:
         ]
 
     def _touched_rows(self, i: int, part: RowGradients, with_weights: bool) -> TouchedRows:
-        """Return the touched rows of a rectangle, as input to statistics.
-
-        Args:
-            i: rectangle number.
-            part: rows and their gradients.
-            with_weights: whether to include row values and optimizer state.
-        """
+        """Return the touched rows of a rectangle, as input to statistics."""
         rows, grad = part
         if not with_weights:
             return TouchedRows(rows, grad, grad.new_empty(0), [])
@@ -651,12 +611,7 @@ class TableUpdates:
         return TouchedRows(rows, grad, weight[rows].float(), [slot[rows] for slot in self._shards.state[i]])
 
     def _row_gradients(self, gradient: TableGradient, rectangles: Sequence[int]) -> dict[int, RowGradients]:
-        """Return, by rectangle number, the gradient of every touched row, summed over the batch.
-
-        Args:
-            gradient: gradient for all tables.
-            rectangles: numbers of the rectangles for which to return gradients.
-        """
+        """Return, by rectangle number, the gradient of every touched row, summed over the batch."""
         by_rectangle = {i: gradient.rows[i] for i in rectangles if i in gradient.rows}
         # One kernel call sorts and sums the gradients of all other rectangles.
         if gradient.looked_up is not None and (remaining := [i for i in rectangles if i not in by_rectangle]):

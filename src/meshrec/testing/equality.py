@@ -110,11 +110,6 @@ class _Reference:
 
     Autograd computes dense gradients of the tables. Where the sharded model has a fused optimizer, the same
     formula is applied to the rows looked up by the step.
-
-    Args:
-        module: Unsharded model.
-        sharders: As for DistributedModelParallel.
-        dense_optimizer: Builds the optimizer for parameters without a fused optimizer.
     """
 
     def __init__(
@@ -142,15 +137,7 @@ class _Reference:
         self._optimizer = dense_optimizer(dense_parameters) if dense_parameters else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """Run a training step on the batches from all ranks.
-
-        Args:
-            ranks: Argument tuple for the model's forward, per rank.
-            loss: Returns the loss on a rank, given the model output.
-
-        Returns:
-            Loss per rank, before the step.
-        """
+        """Run a training step on the batches from all ranks."""
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
         # Take the mean over ranks, because the sharded model averages gradients over ranks.
@@ -166,13 +153,7 @@ class _Reference:
         return [value.detach() for value in losses]
 
     def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
-        """Apply a fused optimizer to the table rows looked up by this step.
-
-        Args:
-            name: Parameter name.
-            weight: Table [rows, dim], with a dense gradient.
-            spec: Fused optimizer.
-        """
+        """Apply a fused optimizer to the table rows looked up by this step."""
         # Remove the gradient from the parameter, so the dense optimizer does not see it.
         gradient, weight.grad = weight.grad, None
         if gradient is None:
@@ -183,13 +164,7 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Register a hook on an embedding collection to record the IDs looked up in fused tables.
-
-        Args:
-            path: Path of the collection in the model.
-            module: Embedding collection.
-            sharder: Sharder for the collection. Its optimizer serves tables without an attached optimizer.
-        """
+        """Register a hook on an embedding collection to record the IDs looked up in fused tables."""
         tables: dict[str, tuple[str, list[str]]] = {}
         children = dict(module.named_parameters())
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
@@ -211,17 +186,7 @@ class _Reference:
 
 
 def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
-    """Check whether tables and dense parameters in both models are close.
-
-    Args:
-        model: Sharded model.
-        reference: Unsharded model.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
-
-    Raises:
-        AssertionError: A table or dense parameter differs.
-    """
+    """Check whether tables and dense parameters in both models are close."""
     expected: Mapping[str, Tensor] = dict(reference.named_parameters())
     tables: set[str] = set()
     for path, module in model.named_modules():

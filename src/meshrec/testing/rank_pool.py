@@ -225,15 +225,7 @@ def _file_of(function: Callable[..., Any]) -> str:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
-    """Main function of a rank: run the calls arriving in a pipe, until it is closed or sends None.
-
-    Args:
-        pipe: Pipe to the pool, for calls and outcomes.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        store: Path of the FileStore in which the ranks meet.
-        timeout_seconds: Timeout of the pool. Collectives time out after half this time.
-    """
+    """Main function of a rank: run the calls arriving in a pipe, until it is closed or sends None."""
     import torch
     import torch.distributed as dist
 
@@ -266,10 +258,6 @@ def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
 
     A module whose name leads to the right file is imported by name. Results can be pickled only if their
     class is in an importable module. Otherwise the file is loaded directly.
-
-    Args:
-        task: The call.
-        modules: Modules imported for earlier calls, by file. The module is added.
     """
     if task.file not in modules:
         modules[task.file] = _imported(task) or _from_file(task.file)

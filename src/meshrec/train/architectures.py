@@ -359,13 +359,7 @@ def tables_on_meta(
 def _build_on_meta(
     tables: Sequence[EmbeddingBagConfig], std: float | None, *, is_weighted: bool
 ) -> EmbeddingBagCollection:
-    """Build tables with pooling on ``meta``.
-
-    Args:
-        tables: table configurations.
-        std: standard deviation for initial values; see `initial_values`.
-        is_weighted: whether IDs have weights, by which embeddings are multiplied before pooling.
-    """
+    """Build tables with pooling on ``meta``."""
     tables = [replace(table, **initial_values(std, is_hashed=table.keys is not None)) for table in tables]
     return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=is_weighted)
 

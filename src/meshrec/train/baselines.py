@@ -80,13 +80,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda share: None) -> Iterator[B
 
 
 def _label_baselines(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """Fit and evaluate the baselines for a single label, and yield the result of each.
-
-    Args:
-        dataset: the dataset.
-        number: index of the label; None if the data has only one label.
-        tell: called with the finished share for the current baseline, from 0 to 1.
-    """
+    """Fit and evaluate the baselines for a single label, and yield the result of each."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches with this label as their only label, [B]."""
@@ -144,12 +138,6 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Score all samples with a baseline.
 
-    Args:
-        batches: samples to score.
-        num_samples: number of samples in all batches.
-        logits: function from a batch to the baseline's logits [B].
-        tell: called with the finished share, from 0 to 1.
-
     Returns:
         The logits, the labels and the sample weights of all samples, [num_samples] each. The weights are
         None if all weights are 1.
@@ -167,10 +155,6 @@ def _popularity(dataset: "Dataset", train: Batch) -> Callable[[Batch], Tensor]:
     """Return the popularity baseline: a function from a batch to logits [B].
 
     The logit of a sample is that of its item's mean training label, smoothed towards the global mean.
-
-    Args:
-        dataset: the dataset, which names the item feature.
-        train: training samples.
     """
     item = dataset.item
     assert item is not None

@@ -183,13 +183,7 @@ def _bias(train: TreeSamples) -> float:
 def _average_with_model(
     bias: float, residual: list[Branch | Leaf], independent_trees: list[Branch | Leaf]
 ) -> BoostedModel:
-    """Average two predictors: the model plus residual trees, and the bias plus independent trees.
-
-    Args:
-        bias: logit from which the independent trees start.
-        residual: trees fitted to the model's residuals.
-        independent_trees: trees fitted without the model.
-    """
+    """Average two predictors: the model plus residual trees, and the bias plus independent trees."""
     trees = [scale_leaves(tree, 0.5) for tree in (*residual, *independent_trees)]
     return BoostedModel(0.5, bias / 2, trees, (len(residual), len(independent_trees)))
 
@@ -207,10 +201,7 @@ def _fit_trees(
     """Fit boosted trees to samples, starting from the samples' logits.
 
     Args:
-        train: training samples.
         held_out: held-out samples whose AUC selects the tree count; None: keep all trees.
-        num_trees: maximum number of trees.
-        seed: random seed.
 
     Returns:
         The trees, and the sum of their outputs for every held-out sample, [B]. The sums are an empty tensor
@@ -251,11 +242,7 @@ def _fit_trees(
 
 
 def _node(saved: dict[str, Any]) -> Branch | Leaf:
-    """Convert a LightGBM tree node and all descendants.
-
-    Args:
-        saved: node in the output of LightGBM's ``dump_model``.
-    """
+    """Convert a LightGBM tree node and all descendants."""
     if "split_feature" not in saved:
         return Leaf(saved["leaf_value"])
     # LightGBM's thresholds are float64, and ours float32. Round down, because an input just above the

@@ -128,14 +128,7 @@ def build_model(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> tuple[Any, 
 def _shard(
     recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks
 ) -> tuple[nn.Module, PlannedShardingPlan]:
-    """Plan how to shard the tables over the ranks, and shard them. Collective.
-
-    Args:
-        recipe: the recipe.
-        model: model with tables on ``meta``.
-        dataset: the dataset, on which the planner measures features.
-        ranks: the ranks, from `join`.
-    """
+    """Plan how to shard the tables over the ranks, and shard them. Collective."""
     topology = topology_of(
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
@@ -191,12 +184,7 @@ def _update_mode(recipe: Recipe) -> UpdateMode:
 def _dense_optimizer_factory(
     config: DenseOptimizer, *, fused: bool
 ) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    """Return a function that creates the configured torch optimizer for a list of parameters.
-
-    Args:
-        config: optimizer options.
-        fused: whether to use torch's fused implementation.
-    """
+    """Return a function that creates the configured torch optimizer for a list of parameters."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     # One pass over weights, gradients and state. On a GPU, torch's default is fast enough.
     if fused:

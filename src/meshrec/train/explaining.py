@@ -136,12 +136,7 @@ def explain(
 
 
 def _permutations(dataset: "Dataset", loss: Loss) -> list[tuple[str, Callable[[Batch], Batch]]]:
-    """Return all permutations to evaluate, as pairs (name, function that permutes a batch).
-
-    Args:
-        dataset: the dataset, which names the features.
-        loss: the recipe's loss.
-    """
+    """Return all permutations to evaluate, as pairs (name, function that permutes a batch)."""
     sequences = [feature.name for feature in dataset.features if feature.sequence]
     sets = [feature.name for feature in dataset.features if not feature.sequence]
     if isinstance(loss, NextItem):
@@ -240,12 +235,6 @@ def _slice_metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, rows: "np.typing.NDArray[np.int64]"
 ) -> dict[int, dict[str, float]]:
     """Compute separate metrics for the samples with each of the most frequent table rows.
-
-    Args:
-        logits: logits [B].
-        labels: labels [B].
-        weights: sample weights [B]; None: all weights are 1.
-        rows: table row of every sample, [B].
 
     Returns:
         Metrics by name, by row. Row -1 stands for all other rows. Empty if there is only one row, or if the

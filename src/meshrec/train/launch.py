@@ -120,9 +120,6 @@ def _wait(ranks: RankProcesses, folder: RunFolder, rank_timeout: float, signals:
     are stopped (SIGSTOP) for longer than ``rank_timeout``.
 
     Args:
-        ranks: processes of the ranks.
-        folder: run folder, in which ranks that fail write errors.
-        rank_timeout: maximum time for which a rank may be stopped, in seconds.
         signals: list to which a signal handler appends the numbers of signals to this process.
     """
     unresponsive_ranks: set[int] = set()
@@ -148,13 +145,7 @@ def _wait(ranks: RankProcesses, folder: RunFolder, rank_timeout: float, signals:
 
 
 def _stragglers(folder: RunFolder, num_ranks: int, started: float) -> list[int]:
-    """Return the ranks without an error, if another rank failed at least `_GRACE_SECONDS` ago.
-
-    Args:
-        folder: run folder with error files.
-        num_ranks: number of ranks.
-        started: time at which the ranks started, in seconds since 1970. Older errors are of an earlier start.
-    """
+    """Return the ranks without an error, if another rank failed at least `_GRACE_SECONDS` ago."""
     failed_at = {rank: _modified_time(folder.error(rank)) for rank in range(num_ranks)}
     failed_at = {rank: at for rank, at in failed_at.items() if started <= at < math.inf}
     if not failed_at or time.time() - min(failed_at.values()) < _GRACE_SECONDS:

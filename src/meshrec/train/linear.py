@@ -243,15 +243,8 @@ def _fit(
     iterations. Without scaling, it has not converged after 40 iterations.
 
     Args:
-        train: training samples.
-        transposed: the transposed input matrix, which makes gradients faster.
-        penalty: L2 penalty. The bias is not penalized.
         start: weights to start from; None: zeros.
         tell: called with the finished share, from 0 to 1.
-        tolerance: relative decrease in loss at which the fit ends.
-
-    Returns:
-        Weight per column, float64.
     """
     from scipy.optimize import minimize
 

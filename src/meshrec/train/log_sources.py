@@ -265,12 +265,7 @@ class Log(LogSource, DataSource):
         return int(self.histories_gib * (1 << 30))
 
     def _files(self, data: Any = None, features: "Features | None" = None) -> "LogFiles":
-        """Return the log's files with the columns to read.
-
-        Args:
-            data: other files to return; None: the recipe's log.
-            features: fitted features, which determine the column types. None: the types are inferred.
-        """
+        """Return the log's files with the columns to read."""
         from meshrec.data.log_parts import LogFiles
 
         paths = self.log if data is None else data
@@ -370,13 +365,7 @@ def _folder(data: Any) -> Path:
 
 
 def _check_rows(name: str, num_rows: int, expected: int | None) -> None:
-    """Raise DataError unless the number of ratings is as expected.
-
-    Args:
-        name: data name, for the error.
-        num_rows: number of ratings.
-        expected: published number of ratings; None: any number is accepted.
-    """
+    """Raise DataError unless the number of ratings is as expected."""
     from meshrec.data.faults import DataError
 
     if expected is not None and num_rows != expected:

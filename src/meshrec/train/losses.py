@@ -484,12 +484,6 @@ def _pairwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
     """Return the RankNet loss, summed over queries. A query's loss is the mean over its pairs.
 
     A pair consists of two samples in the same query with different relevance.
-
-    Args:
-        scores: scores [B].
-        labels: relevance [B].
-        queries: query of every sample, [B].
-        weights: sample weights [B]; None: all weights are 1.
     """
     # Masks of all pairs in the batch take B * B bytes: 16 MiB for 4096 samples.
     better = (labels[:, None] > labels[None]) & (queries[:, None] == queries[None])
@@ -508,12 +502,6 @@ def _listwise(scores: Tensor, labels: Tensor, queries: Tensor, weights: Tensor |
 
     A query's loss is the cross-entropy between two distributions over the query's samples: the relevance
     divided by the query's total relevance, and the softmax of the scores.
-
-    Args:
-        scores: scores [B].
-        labels: relevance [B].
-        queries: query of every sample, [B].
-        weights: sample weights [B]; None: all weights are 1.
     """
     names, of_query = torch.unique(queries, return_inverse=True)
     num = len(names)

@@ -85,12 +85,7 @@ def constraints_of(
 
 
 def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | str, ...] | None:
-    """Return the sharding types among which the planner may choose for a table; None: all types.
-
-    Args:
-        placement: the recipe's placement options.
-        table: the table.
-    """
+    """Return the sharding types among which the planner may choose for a table; None: all types."""
     num_bytes = table.num_embeddings * table.embedding_dim * table.weight_bytes
     if placement.replicate_mib is None or num_bytes <= placement.replicate_mib * _MIB:
         return placement.sharding_types

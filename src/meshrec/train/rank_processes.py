@@ -116,11 +116,7 @@ def _run_rank(
     """Turn this process into a rank, which runs ``meshrec ARGUMENTS`` and ends.
 
     Args:
-        arguments: command line arguments.
-        environment: all environment variables of the rank.
-        folder: working directory.
         path: value for ``sys.path``, without the folder of a recipe, which the rank adds itself.
-        streams: standard output and standard error.
     """
     os.setsid()  # signals of a terminal reach the ranks through the launcher
     with contextlib.suppress(OSError):  # the name that ps and top show; only Linux has the file

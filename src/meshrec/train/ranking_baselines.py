@@ -85,13 +85,7 @@ def ranking_baselines(
 
 
 class _BaselineEvaluator:
-    """Evaluator of baselines: computes scores from training data, evaluates them on validation and test data.
-
-    Args:
-        dataset: the dataset.
-        loss: objective, which determines the metrics.
-        tell: called with the finished share for the current baseline, from 0 to 1.
-    """
+    """Evaluator of baselines, fitted to training data, on validation and test data."""
 
     def __init__(self, dataset: "Dataset", loss: NextItem, tell: Tell) -> None:
         assert dataset.catalogue is not None
@@ -175,7 +169,6 @@ class _BaselineEvaluator:
         """Evaluate the baseline that ranks items by their weighted count in the user's history.
 
         Args:
-            name: baseline name.
             half_life: number of later items after which the weight of a history item is halved.
         """
         from scipy import sparse
@@ -279,10 +272,6 @@ class _SparseRanking:
     The work per sample does not grow with the catalog. An item with the score 0 has only the prior, so these
     items are counted by binary search in the sorted priors. Items with other scores, and items that are not
     ranked, are counted one by one.
-
-    Args:
-        ids_I: Item IDs, ascending, int64.
-        prior_I: Positive prior per item, float64.
     """
 
     def __init__(self, ids_I: Any, prior_I: Any) -> None:
@@ -374,13 +363,7 @@ def _largest_in_rows(matrix: Any, num: int) -> Any:
 
 
 def _transition_counts(before: list[torch.Tensor], after: list[torch.Tensor], size: tuple[int, int]) -> Any:
-    """Return a sparse matrix [I, I] whose entry (i, j) is how often item j follows item i.
-
-    Args:
-        before: catalog indices of the preceding items, as a list of tensors.
-        after: catalog indices of the following items, in the same order.
-        size: matrix shape (I, I).
-    """
+    """Return a sparse matrix [I, I] whose entry (i, j) is how often item j follows item i."""
     from scipy import sparse
 
     pairs = (torch.cat(before).numpy(), torch.cat(after).numpy())

@@ -270,12 +270,6 @@ def _node_id() -> str:
 
 
 def _form_group(backend: str, seconds: float, variables: Mapping[str, str]) -> None:
-    """Form the process group in a worker. Collective.
-
-    Args:
-        backend: backend of the process group, such as "gloo".
-        seconds: timeout in seconds.
-        variables: environment variables to set, those which torchrun sets.
-    """
+    """Form the process group in a worker. Collective."""
     os.environ.update(variables)
     form_group(backend, timedelta(seconds=seconds))

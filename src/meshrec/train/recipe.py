@@ -303,13 +303,7 @@ class TableSource(ABC):
         return DETECTED
 
     def _open(self, data: Any, schema: "Encoding", faults: "Faults") -> "Source":
-        """Open data files or a table for reading.
-
-        Args:
-            data: paths or a table.
-            schema: encoding, which names the columns to read.
-            faults: handles and counts damaged rows.
-        """
+        """Open data files or a table for reading."""
         from meshrec.data.frames import open_tables
 
         return open_tables(data, schema, faults, self.csv_format)
@@ -609,12 +603,7 @@ class Recipe:
 
 
 def _check_labels(features: "Features", loss: Loss) -> None:
-    """Raise ValueError if a built-in loss does not fit the labels. User-defined losses are not checked.
-
-    Args:
-        features: features of the data source, which have the labels.
-        loss: the recipe's loss.
-    """
+    """Raise ValueError if a built-in loss does not fit the labels. User-defined losses are not checked."""
     ours = BinaryCrossEntropy | SquaredError | Huber | Tasks
     if isinstance(loss, ours | Softmax | Ranking):
         _check_label_loss(features, loss)

@@ -187,12 +187,7 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
 
 
 def _import_module(module: str, name: str) -> ModuleType:
-    """Import a recipe's module, which may be in the current folder.
-
-    Args:
-        module: module name.
-        name: recipe name, for errors.
-    """
+    """Import a recipe's module, which may be in the current folder."""
     # Append, so that the current folder can be imported from but never shadows installed packages.
     if "" not in sys.path:
         sys.path.append("")
@@ -217,8 +212,6 @@ def _resolve_paths(holder: T, folder: Path, *, path_fields: tuple[str, ...] = ()
     """Return a copy of a dataclass in which relative paths start at ``folder``.
 
     Args:
-        holder: a dataclass. Other objects are returned unchanged.
-        folder: folder at which relative paths start.
         path_fields: names of the fields in which strings are paths. In all other fields, only a ``Path`` is a
             path.
     """
@@ -235,13 +228,7 @@ def _resolve_paths(holder: T, folder: Path, *, path_fields: tuple[str, ...] = ()
 
 
 def _resolve_path(value: Any, folder: Path, *, strings_are_paths: bool) -> Any:
-    """Return ``folder / value`` if ``value`` is a relative path, else ``value`` itself.
-
-    Args:
-        value: field value. In tuples and lists, every item is resolved.
-        folder: folder at which relative paths start.
-        strings_are_paths: whether a string is a path.
-    """
+    """Return ``folder / value`` if ``value`` is a relative path, else ``value`` itself."""
     if isinstance(value, tuple | list):
         paths = type(value)(
             _resolve_path(item, folder, strings_are_paths=strings_are_paths) for item in value

@@ -224,13 +224,7 @@ def _next_item_recipe(name: str, model: ModelConfig) -> Recipe:
 
 
 def _ml_1m_recipe(name: str, config: Callable[..., ModelConfig], **options: Any) -> Recipe:
-    """Return a recipe with the published settings for ml-1m.
-
-    Args:
-        name: recipe name.
-        config: class of the model configuration.
-        options: further fields of the model configuration.
-    """
+    """Return a recipe with the published settings for ml-1m."""
     model = config(embedding_dim=50, softmax=_cosine_softmax(128), **options)
     return _published_recipe(name, _movielens_ratings("ml-1m", 1_000_209), model, epochs=101)
 

@@ -75,9 +75,6 @@ def _sample_remark(summary: Mapping[str, Any]) -> str | None:
 
     The remark has a 95 % confidence interval for every recall. A recall is a share of users, so the interval
     is the normal approximation for a share.
-
-    Args:
-        summary: ``summary.json`` content.
     """
     if "test" not in summary.get("evaluated_users", {}):
         return None
@@ -100,11 +97,6 @@ def _chance_remark(
 
     The standard deviation of a random AUC is that of the Mann-Whitney statistic (Hanley and McNeil, "The
     meaning and use of the area under a ROC curve", 1982).
-
-    Args:
-        data: ``validation`` or ``test``, for the message.
-        metrics: metrics on this data.
-        samples: effective sample counts, ``positive`` and ``negative``; None: unknown.
     """
     if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:
         return None

@@ -333,11 +333,7 @@ class CheckpointSaver:
         return None if path is None else str(path)
 
     def _save(self, save: Callable[[int, dict[str, Any]], object]) -> None:
-        """Save a checkpoint, and record success or failure.
-
-        Args:
-            save: function that saves a state, called with step and state.
-        """
+        """Save a checkpoint, and record success or failure."""
         try:
             # A background save has only started when this returns. If it fails later, `wait` or the next save
             # raises, and `_record_failure` resets `_saved`.
@@ -413,15 +409,7 @@ class BestWeights:
 def _make_manager(
     folder: RunFolder, name: str, store: "ObjectStore | None", keep_last: int, ranks: Ranks
 ) -> CheckpointManager:
-    """Create the manager for a run's checkpoints or best weights.
-
-    Args:
-        folder: run folder.
-        name: subfolder, `CHECKPOINTS` or `BEST`.
-        store: object store; None: checkpoints are saved in the run folder.
-        keep_last: number of checkpoints to keep.
-        ranks: the ranks, from `join`.
-    """
+    """Create the manager for a run's checkpoints or best weights."""
     # Files on their way to a store are in a hidden folder, so that no command takes them for checkpoints.
     path = folder.path / name if store is None else folder.path / ".staged" / name
     stored = None if store is None else store.under(name)

@@ -213,10 +213,6 @@ class _SafeObserver:
     """Wrapper of an observer, so that an error in it does not end the run.
 
     After an error, a warning is logged, and the observer gets no more events.
-
-    Args:
-        name: name of the observer, for the warning.
-        observer: the observer.
     """
 
     def __init__(self, name: str, observer: Observer) -> None:

@@ -153,10 +153,6 @@ class TreeBaseline:
 
         Frequent IDs have separate categories, numbered from 0 by descending frequency. All other IDs share
         the category after them. If the feature has few IDs, the category is the ID itself.
-
-        Args:
-            name: feature name.
-            values: IDs [n].
         """
         frequent = self._frequent.get(name)
         if frequent is None:

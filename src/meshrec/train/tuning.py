@@ -108,12 +108,7 @@ def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choice
 
 
 def _parse_values(text: str, word: str) -> Range | Choices:
-    """Parse the values of an option: ``LOW..HIGH``, ``LOW..HIGH:log`` or ``A,B,C``.
-
-    Args:
-        text: the values.
-        word: the whole argument, for errors.
-    """
+    """Parse the values of an option: ``LOW..HIGH``, ``LOW..HIGH:log`` or ``A,B,C``."""
     ends, _, scale = text.partition(":")
     low, dots, high = ends.partition("..")
     if not dots:
@@ -154,12 +149,7 @@ def get_option(recipe: Recipe, name: str) -> Any:
 
 
 def _option_names(holder: Any, prefix: str = "") -> Iterator[str]:
-    """Yield all dotted option names in a recipe, or in a part of it.
-
-    Args:
-        holder: recipe, or a dataclass in it.
-        prefix: prefix of the names, such as "tables.".
-    """
+    """Yield all dotted option names in a recipe, or in a part of it."""
     for field in dataclasses.fields(holder):
         value, name = getattr(holder, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -188,13 +178,7 @@ def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def _with_value(holder: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a copy of nested dataclasses with a new value for the field at a path.
-
-    Args:
-        holder: outer dataclass.
-        path: field names from the outside to the inside.
-        value: new value.
-    """
+    """Return a copy of nested dataclasses with a new value for the field at a path."""
     first, *inner = path
     new = _with_value(getattr(holder, first), inner, value) if inner else value
     return dataclasses.replace(holder, **{first: new})
@@ -336,12 +320,6 @@ def _preserved_logging() -> Iterator[None]:
 
 def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
     """Train a variant of the recipe for a trial. Collective.
-
-    Args:
-        recipe: the variant.
-        dataset: the data.
-        ranks: the ranks, from `join`.
-        trial: Optuna's trial on rank 0; None on other ranks.
 
     Returns:
         Best validation metric on rank 0; 0 on other ranks.

@@ -77,9 +77,6 @@ class WeightsEvaluator:
 
         The settings are selected on the validation data, by the metric that also selects the best weights.
         Most models have no such settings.
-
-        Args:
-            step: current training step, for errors.
         """
         reader = self._dataset.validation
         assert reader is not None
@@ -109,8 +106,6 @@ class WeightsEvaluator:
         """Evaluate the model on the validation data, and set ``validation`` and ``weights_step``.
 
         Args:
-            weights_step: the weights' training step.
-            step: current training step.
             tests: whether to add the result to the paired test against earlier weights; see `PairedTest`.
         """
         reader = self._dataset.validation
@@ -129,11 +124,6 @@ class WeightsEvaluator:
 
         See `PairedTest`. Samples are sorted by row number, so that the result does not depend on the number
         of ranks. Without row numbers, or if samples do not have separate losses, do nothing.
-
-        Args:
-            scored: this rank's samples.
-            num_samples: number of validation samples on all ranks.
-            step: current training step.
         """
         losses = self._recipe.loss.per_sample(scored.logits_B, scored.labels_B)
         if losses is None or scored.rows_B is None:
@@ -185,13 +175,7 @@ class WeightsEvaluator:
         return Scored.concat(list(score(self._model, reader, self._ranks, batch_size=batch_size)))
 
     def _metrics(self, data: str, scored: Scored, step: int) -> dict[str, float]:
-        """Compute metrics over all ranks, and store this rank's score histograms for the curves.
-
-        Args:
-            data: ``validation`` or ``test``.
-            scored: this rank's scored samples.
-            step: current training step, for errors.
-        """
+        """Compute metrics over all ranks, and store this rank's score histograms for the curves."""
         recipe, outputs = self._recipe, (scored.logits_B, scored.labels_B, scored.weights_B)
         metrics = recipe.loss.metrics(*outputs, group=self._ranks.control)
         # Before the histograms, because a NaN score has no bin.
@@ -203,18 +187,7 @@ class WeightsEvaluator:
     def _check_defined(
         self, data: str, step: int, metrics: dict[str, float], outputs: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
-        """Raise an error if metrics are missing or undefined.
-
-        Args:
-            data: ``validation`` or ``test``, for the error.
-            step: current training step, for the error.
-            metrics: metrics over all ranks.
-            outputs: this rank's logits, labels and sample weights.
-
-        Raises:
-            ValueError: all sample weights are 0.
-            LossError: a metric is NaN, or the loss is infinite.
-        """
+        """Raise an error if metrics are missing or undefined."""
         # The metrics are those of all ranks, so all ranks take the same branches below and meet in the sums.
         logits, _, weights = outputs
         if not metrics and weights is not None:

@@ -213,12 +213,6 @@ def _fit_initial_values(
 
     Validation data selects the penalty and the tree count, unless the configuration sets them. Without
     validation data, a tenth of the training samples is held out for this.
-
-    Args:
-        model: the new model.
-        dataset: the dataset.
-        config: the model configuration.
-        seed: seed for the trees.
     """
     train = first_samples(dataset.train)
     validation = None if dataset.validation is None else first_samples(dataset.validation)
@@ -279,9 +273,6 @@ def _out_of_fold_samples(
     scores too much.
 
     Args:
-        dataset: the dataset.
-        samples: training samples.
-        regression_samples: the same samples as inputs for the regression.
         fit: an earlier regression, which gives the penalty and the weights from which fits start.
         fit_mask: which samples may contribute to fits, bool [B].
     """
@@ -327,11 +318,6 @@ def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Te
     The first N columns are the numeric features. The other columns belong to the F features with tables, in
     table order. Such a column has the row scores of the feature's IDs, pooled like embeddings, or zeros if
     the table is hashed.
-
-    Args:
-        dataset: the dataset.
-        samples: the samples.
-        scores: row scores by table, from `_table_row_scores`.
     """
     inputs, remaining = [samples.dense], iter(scores)
     for table in dataset.tables(1):
@@ -348,13 +334,7 @@ def _tree_inputs(dataset: "Dataset", samples: Batch, scores: list[Tensor]) -> Te
 
 
 def _initial_state(model: WideDeep, fit: _InitialValues, seed: int) -> dict[str, Tensor]:
-    """Return a state dict with the fitted values, and with weights that make the deep part's output 0.
-
-    Args:
-        model: the new model.
-        fit: fitted values.
-        seed: seed for the other initial values of tables.
-    """
+    """Return a state dict with the fitted values, and with weights that make the deep part's output 0."""
     state: dict[str, Tensor] = {}
     # The fitted weights follow the order in `design_matrix`: table rows, bins, lines, bias.
     encoding, start, fitted, scores = model.numbers.encoding, 0, fit.linear, iter(fit.scores)

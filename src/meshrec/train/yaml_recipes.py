@@ -86,16 +86,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _build_object(kind: Any, saved: Any, where: str) -> Any:
-    """Create an object of a class, or of the subclass that ``saved["type"]`` names.
-
-    Args:
-        kind: dataclass of the object, such as `DataSource`.
-        saved: plain values by field name.
-        where: name of the object in errors.
-
-    Raises:
-        ValueError: a field or a value is not allowed.
-    """
+    """Create an object of a class, or of the subclass that ``saved["type"]`` names."""
     if not isinstance(saved, Mapping):
         raise ValueError(
             f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
@@ -134,14 +125,7 @@ def _build_object(kind: Any, saved: Any, where: str) -> Any:
 
 
 def _build_field(hint: Any, value: Any, where: str, *, name: str) -> Any:
-    """Convert a plain value from YAML to the value of a recipe field.
-
-    Args:
-        hint: the field's type annotation.
-        value: plain value.
-        where: full name of the field for errors, such as "recipe.yaml: model: layers".
-        name: field name alone. The field "features" becomes a `Features`.
-    """
+    """Convert a plain value from YAML to the value of a recipe field."""
     if name == "features" and isinstance(value, Mapping):
         from meshrec.data.features import Features
 
@@ -215,16 +199,7 @@ def _concrete_classes(kind: Any) -> list[Any]:
 
 
 def _to_plain(value: Any, declared: Any) -> Any:
-    """Convert a recipe, or an object in it, to plain values, without fields that have their default values.
-
-    Args:
-        value: the object.
-        declared: type annotation of the field that has the object. If the object is of another class, such as
-            a subclass, the result has the class name as "type".
-
-    Raises:
-        ValueError: YAML cannot represent the object.
-    """
+    """Convert a recipe, or an object in it, to plain values, without fields that have defaults."""
     kind = type(value)
     if hasattr(value, "from_json"):
         return {name: item for name, item in value.to_json().items() if _FEATURES.get(name) != item}

@@ -381,10 +381,6 @@ class Features(Encoding):
         """Drop the items that `Vocabulary.known_only` excludes, together with their history timestamps.
 
         The table is returned unchanged if no item feature excludes items.
-
-        Args:
-            table: columns of items and timestamps.
-            times: feature that reads the timestamps.
         """
         for feature in self.ids:
             if isinstance(feature, Vocabulary) and feature.known_only and feature.source == times.history:
@@ -685,10 +681,6 @@ def _integral_kind(kind: Kind, of: pa.DataType) -> Kind:
 
     Decimals and lists of numbers get the integer kind. Float columns keep their kind: earlier runs hashed
     them as floats, and their rows must not change.
-
-    Args:
-        kind: kind by the Arrow type.
-        of: Arrow type.
     """
     if kind == "list of number":
         return "list of integer"

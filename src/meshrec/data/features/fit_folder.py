@@ -59,13 +59,7 @@ def read_fit(folder: Path, options: Mapping[str, Any]) -> Features:
 
 
 def _first_difference(before: Any, now: Any, name: str) -> tuple[str, Any, Any]:
-    """Return the first part in which two different JSON values differ: its name, and both values.
-
-    Args:
-        before: first value.
-        now: second value.
-        name: name of the values.
-    """
+    """Return the first part in which two different JSON values differ: its name, and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             if before.get(key) != now.get(key):

@@ -144,13 +144,7 @@ def _training_rows(split: Split, source: Source, axis: Axis) -> Bools:
 
 
 def _fitted(features: Features, state: FitState | None, source: Tables) -> Features:
-    """Return the fitted features.
-
-    Args:
-        features: features to fit.
-        state: statistics of all training rows; None if there are no rows.
-        source: source of the rows.
-    """
+    """Return the fitted features. ``state`` has statistics of all training rows; None if there are none."""
     if state is None:
         raise DataError("there is no training row to fit features on. Give more data, or another split.")
     return features.fitted(state, features.joined_schema(source.arrow_schema))
@@ -166,12 +160,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(ranges: Sequence[RowRange], selected: Bools | None) -> list[_Block]:
-    """Return the tasks for some rows.
-
-    Args:
-        ranges: the rows.
-        selected: mask of the training rows in the whole data; None: all rows.
-    """
+    """Return the tasks for some rows, of which the training rows are ``selected``."""
     return [
         _Block(rows, None if selected is None else selected[rows.first_row :][: rows.stop - rows.start])
         for rows in ranges
@@ -189,14 +178,7 @@ def _row_numbers(blocks: Sequence[_Block]) -> Iterator[Ints]:
 def _fit_block(
     source: Tables, features: Features, max_hash: np.uint64 | None, block: _Block
 ) -> FitState | None:
-    """Compute the statistics of the training rows in a block; None if it has no training rows.
-
-    Args:
-        source: source with the block.
-        features: features to fit.
-        max_hash: as for `RowSample.of`.
-        block: the rows.
-    """
+    """Compute the statistics of the training rows in a block; None if it has no training rows."""
     merger = StateMerger()
     for _ in _add_rows(merger, source, features, block, max_hash):
         pass
@@ -206,15 +188,7 @@ def _fit_block(
 def _add_rows(
     merger: StateMerger, source: Tables, features: Features, block: _Block, max_hash: np.uint64 | None
 ) -> Iterator[int]:
-    """Add the statistics of the training rows in a block, table by table. Yields the rows read.
-
-    Args:
-        merger: merger of the statistics.
-        source: source with the block.
-        features: features to fit.
-        block: the rows.
-        max_hash: as for `RowSample.of`.
-    """
+    """Add the statistics of the training rows in a block, table by table. Yields the rows read."""
     number, start, stop, first_row = block.rows
     at = 0
     with closing(source.tables(number, _FIT_ROWS)) as tables:

@@ -214,9 +214,6 @@ class IdFeature(ABC):
         """Return the weight per ID, float32 [N].
 
         Args:
-            column: column with the weights.
-            table: data rows.
-            values: values for all samples, N in total.
             checks: updated with samples that have a weight too many, too few, or not finite.
         """
         array, offsets = values_of(table[column])
@@ -249,12 +246,7 @@ class IdFeature(ABC):
 
 
 def _with_list(kind: Kind, found: Kind | None) -> Kind:
-    """Return the list kind for a kind of values if the feature was fitted on lists, otherwise ``kind``.
-
-    Args:
-        kind: value kind.
-        found: column kind when the feature was fitted; None: not fitted.
-    """
+    """Return the list kind for a kind of values if the feature was fitted on lists, otherwise ``kind``."""
     return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
 
 

@@ -126,12 +126,7 @@ def merge_ranks(states: list[FitState], axis: Axis) -> FitState | None:
 
 
 def _common_sample(sample: RowSample, hashes: list[UInt64s]) -> RowSample:
-    """Return the rows of this rank's sample that are in the sample of all ranks.
-
-    Args:
-        sample: this rank's sample.
-        hashes: row hashes of the samples of all ranks.
-    """
+    """Return the rows of this rank's sample that are in the sample of all ranks."""
     selected = np.sort(np.concatenate(hashes))[:SAMPLE_ROWS]
     num = int(np.searchsorted(sample.hashes, selected[-1], side="right")) if len(selected) else 0
     # Copied, because a pickled slice has all values of the arrays.
@@ -164,12 +159,7 @@ def _sampled(counts: Counts) -> Any:
 
 
 def _bounds(samples: list[Any], num_ranks: int) -> Any:
-    """Return values that divide the values of all ranks into ranges of about equal size, ascending.
-
-    Args:
-        samples: some values of every rank.
-        num_ranks: number of ranges, at most one more than the result has values.
-    """
+    """Return values that divide the values of all ranks into ranges of about equal size, ascending."""
     values = pa.concat_arrays(samples)
     order = pc.array_sort_indices(values).to_numpy()
     return (
@@ -182,16 +172,7 @@ def _bounds(samples: list[Any], num_ranks: int) -> Any:
 def _shares(
     counts: Mapping[str, Counts], bounds: Mapping[str, Any], num_ranks: int
 ) -> list[dict[str, Counts]]:
-    """Divide counts into ranges of values.
-
-    Args:
-        counts: counts by feature name.
-        bounds: values from `_bounds` by feature name.
-        num_ranks: number of ranks.
-
-    Returns:
-        The counts for every rank.
-    """
+    """Divide counts, by feature name, at the values in ``bounds``. Return the counts for every rank."""
     shares: list[dict[str, Counts]] = [{} for _ in range(num_ranks)]
     for name, of_feature in counts.items():
         ranks = np.zeros(len(of_feature.values), np.uint16)
@@ -243,12 +224,7 @@ def _to_ipc(counts: Mapping[str, Counts]) -> npt.NDArray[np.uint8]:
 
 
 def _from_ipc(message: npt.NDArray[np.uint8], names: Iterable[str]) -> dict[str, Counts]:
-    """Return the counts from `_to_ipc`, which share the memory of the message.
-
-    Args:
-        message: the serialized counts.
-        names: feature names, in the order of the counts.
-    """
+    """Return the counts from `_to_ipc`, which share the memory of the message."""
     reader, counts = pa.BufferReader(message), {}
     for name in names:
         table = pa.ipc.open_stream(reader).read_all()

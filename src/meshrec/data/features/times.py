@@ -62,12 +62,7 @@ class Times(IdFeature):
         return times
 
     def _check_order(self, seconds_N: Ints, offsets: Ints) -> None:
-        """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one.
-
-        Args:
-            seconds_N: timestamps in all rows.
-            offsets: start of every row in ``seconds_N``, and the end of the last row.
-        """
+        """Raise DataError for a timestamp that is implausibly late, or earlier than the previous one."""
         # Whether time decreases from one value to the next.
         falls = np.diff(seconds_N) < 0
         inner = offsets[(offsets > offsets[0]) & (offsets < offsets[-1])] - offsets[0]

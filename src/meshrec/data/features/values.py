@@ -420,11 +420,6 @@ def _times(array: Any, unit: TimeUnit, time_format: str | None = None) -> Any:
     """Convert numbers, times, or times as text to Arrow timestamps in microseconds, without a time zone.
 
     Null, NaN, infinity and times beyond the limit of int64 become null.
-
-    Args:
-        array: Arrow array without dictionary encoding.
-        unit: unit for numeric times.
-        time_format: strptime format for times as text; None: ISO 8601.
     """
     if is_text(array.type):
         return parse_times(array, time_format)

@@ -322,13 +322,6 @@ def _unify_number_kinds(kind: Kind, values: Any) -> tuple[Kind, Any]:
 
     Values become floats in a column of floats, and where some value has a fraction. Otherwise they become
     integers, also from decimals with a scale and from lists of floats.
-
-    Args:
-        kind: column kind.
-        values: distinct values, an Arrow array of numbers.
-
-    Returns:
-        The kind for the fitted feature, and the converted values.
     """
     lists = "list of " if kind.startswith("list") else ""
     if kind != "number" or pa.types.is_decimal(values.type):

@@ -117,12 +117,7 @@ def jagged_attention_grad(
 
 
 def _bias_grad(launch: _Launch, results: Any, num_samples: int, bias: Tensor | None, is_time: bool) -> Tensor:
-    """Return the gradient of a bias, [len(bias)]. If ``bias`` is None, return an empty tensor.
-
-    Args:
-        bias: the position bias or the time bias.
-        is_time: whether ``bias`` is the time bias.
-    """
+    """Return the gradient of a bias, [len(bias)]. If ``bias`` is None, return an empty tensor."""
     from meshrec.ops.attention import triton_bias_kernels
 
     size = 0 if bias is None else len(bias)

@@ -97,7 +97,6 @@ def _ids_of_use(
     The plan cuts the rows of a table into intervals. All IDs in an interval go to the same shards.
 
     Args:
-        values: IDs [N].
         offsets: first ID index per bag, followed by N.
         bounds: first bag index per key, followed by the bag count.
     """

@@ -56,11 +56,7 @@ class _RouteSlots(NamedTuple):
     """1 if the input is invalid, int32 [1] on the device."""
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """Return a launch grid in which a program handles ``_LANES`` bags on a route.
-
-        Args:
-            num: size of the second grid dimension. None: the number of routes.
-        """
+        """Return a launch grid in which a program handles ``_LANES`` bags on a route."""
         return ceil_div(max(self.max_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
 
@@ -72,13 +68,7 @@ def _build_slots(
     routes: PlanRoutes,
     check_ids: bool,
 ) -> _RouteSlots:
-    """Assign a slot to every bag on every route, and count the IDs in each slot on the device.
-
-    Args:
-        values: IDs [N].
-        offsets: first ID index per bag, followed by N.
-        weights: fp32 [N], or None.
-    """
+    """Assign a slot to every bag on every route, and count the IDs in each slot on the device."""
     from meshrec.ops.dist import triton_kernels
 
     device = values.device
@@ -363,7 +353,6 @@ def _copy_sequences(
     Args:
         source: message if ``gather``, else the gradient in ID order.
         target: output. Rows in ID order if ``gather``, else the message.
-        gather: direction of the copy; see ``source``.
     """
     from meshrec.ops.dist import triton_kernels
 

@@ -368,12 +368,7 @@ def _cast_to_fp32(values_ND: Tensor) -> Tensor:
 
 
 def _scale_and_midpoint(minimum: Tensor, maximum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return scale and midpoint per row, fp32 [N].
-
-    Args:
-        minimum: smallest finite value per row, fp32 [N].
-        maximum: largest finite value per row, fp32 [N].
-    """
+    """Return scale and midpoint per row, fp32 [N]."""
     # May overflow to infinity, although both are finite.
     span = maximum - minimum
     fits = span.isfinite()

@@ -221,12 +221,7 @@ def _fit_costs(amounts: Floats, seconds: Floats, share: Floats, fixed_seconds: F
 
     Args:
         amounts: seconds of each phase per unit of each cost, [N, X].
-        seconds: measured seconds [N].
-        share: phase time as a fraction of the step [N].
         fixed_seconds: seconds [N] due to costs outside the fit.
-
-    Returns:
-        The costs [X].
     """
     values = np.zeros(amounts.shape[1])
     predicted = seconds

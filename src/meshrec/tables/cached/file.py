@@ -131,8 +131,6 @@ class RowFile:
 
         Args:
             failures: pairs (position in ``keys``, cause), int64 [F, 2], from ``ops.records``.
-            keys: keys read or written.
-            verb: "read" or "write", for the message.
         """
         if len(failures):
             number, cause = failures[0].tolist()
@@ -144,8 +142,6 @@ class RowFile:
 
         Args:
             cause: ``errno`` of the failure, or a code in ``ops.records`` for a damaged record.
-            key: row key; unused if the file cannot be created.
-            verb: failed action: "make" (create the file), "read" or "write".
         """
         if verb == "make":
             return RowFileError(
@@ -240,11 +236,7 @@ def memory_for(parts: Sequence[RowPart], num_rows: int, width: int) -> list[Tens
 
 
 def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
-    """Create a file of a given size, which takes disk space only once it is written.
-
-    Returns:
-        The file descriptor, and whether reads and writes bypass the page cache (``O_DIRECT``).
-    """
+    """Create a sparse file, and return its descriptor, and whether reads and writes bypass the page cache."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # Sets the size without writing: blocks on disk are allocated by the first write.
@@ -263,11 +255,7 @@ def _create_file(path: Path, num_bytes: int) -> tuple[int, bool]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for reads and writes that bypass the page cache (``O_DIRECT``).
-
-    Returns:
-        The file descriptor; None if the system does not support this.
-    """
+    """Open a file with ``O_DIRECT``, which bypasses the page cache; None if it is not supported."""
     if not hasattr(os, "O_DIRECT") or not has_kernels:
         return None  # plain Python cannot allocate sector-aligned memory
     try:

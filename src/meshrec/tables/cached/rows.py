@@ -120,12 +120,7 @@ class FileBackedRows(ExternalRows, DenseRows):
         )
 
     def _num_slots(self, rectangle: Rectangle, parts: list[RowPart]) -> int:
-        """Return the number of cache slots for a rectangle: its share of the whole table's cache.
-
-        Args:
-            rectangle: row and column intervals.
-            parts: row parts, from which the bytes per row follow.
-        """
+        """Return the number of cache slots for a rectangle: its share of the whole table's cache."""
         num_rows, dim = self.size
         height = rectangle.r1 - rectangle.r0
         cached = self.options.num_cached(sum(part_bytes(parts, dim)))
@@ -134,11 +129,6 @@ class FileBackedRows(ExternalRows, DenseRows):
 
 
 def _parts_with_initial_values(parts: list[RowPart], spec: OptimizerSpec | None) -> list[InitializedPart]:
-    """Return row parts with initial values: 0 for weights, the optimizer's values for the state.
-
-    Args:
-        parts: row parts.
-        spec: optimizer; None: no optimizer state.
-    """
+    """Return row parts with initial values: 0 for weights, the optimizer's values for the state."""
     values = {slot.name: slot.initial_value for slot in spec.state_slots()} if spec is not None else {}
     return [InitializedPart(part, float(values.get(part.name, 0.0))) for part in parts]

@@ -390,9 +390,6 @@ class FileTable:
     def _admit(self, missing: Tensor) -> Misses:
         """Assign cache slots to missing keys. Start to write the evicted dirty rows to the file.
 
-        Args:
-            missing: distinct keys of rows that are not in the cache, ascending, int64.
-
         Returns:
             The missing keys and the assigned slots. The caller must still read the rows into these slots.
 
@@ -418,11 +415,6 @@ class FileTable:
 
         Also starts to log rows for open snapshots, which must happen before the batch changes them.
 
-        Args:
-            misses: keys just assigned slots; None: none.
-            used: distinct slots that the batch uses, int64.
-            train: whether the batch may change the rows.
-
         Returns:
             A future which finishes when all reads so far have ended, including reads for earlier batches.
         """
@@ -438,9 +430,6 @@ class FileTable:
         """Fill the slots just assigned to keys whose rows are in memory outside the cache.
 
         These rows are new rows, and victims on their way to the file.
-
-        Args:
-            misses: keys just assigned slots.
 
         Returns:
             The keys whose rows must be read from the file; None if there are none.

@@ -170,12 +170,7 @@ class RowTransfers:
         self._file.write(victims.keys, victims.rows, torch.arange(len(victims.keys)))
 
     def _read_and_log(self, reads: Misses | None, logs: Sequence[tuple[RowLog, Tensor]]) -> None:
-        """Read rows from the file to slots, then log rows that a batch may change. Runs in the reader thread.
-
-        Args:
-            reads: keys to read, and their slots; None: none.
-            logs: pairs of a log and the slots with the rows to write to it.
-        """
+        """Read rows from the file to slots, then log rows that a batch may change, in the reader thread."""
         cache = self._cache
         try:
             if self._error is not None:

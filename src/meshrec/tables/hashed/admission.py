@@ -257,10 +257,6 @@ class CountMinSketch(AdmissionCounts):
     def _cells_and_counts(self, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the C cells of every ID, and the number of occurrences to add to every cell in an update.
 
-        Args:
-            keys: ID keys, int64 [N].
-            counts: occurrences per ID in the update, int64 [N].
-
         Returns:
             Cell indices, int64 [N, C], and the occurrences to add to these cells, int64 [N, C]. If several
                 IDs share a cell, the sum of their occurrences is listed for all of them.
@@ -313,12 +309,7 @@ def in_span(keys: Tensor, span: Span | None) -> Tensor:
 
 
 def _rows_of(span: Span, max_rows: int) -> Span:
-    """Return the interval [first, end) of the key buckets which overlap a key interval.
-
-    Args:
-        span: key interval.
-        max_rows: number of buckets in the whole table.
-    """
+    """Return the interval [first, end) of the key buckets which overlap a key interval."""
     # Bucket b starts at key b * 2^64 / max_rows - 2^63, rounded up. Python integers do not overflow.
     first, end = ((key - FIRST_KEY) * max_rows for key in span)
     return first >> 64, -(-end >> 64)

@@ -216,14 +216,7 @@ class AdmissionEviction:
                     self.tables[i].reset(row_changes.new[~row_changes.admitted], fills)
 
     def _future_rows(self, changes: Mapping[int, RowChanges]) -> dict[int, list[int]]:
-        """Return the numbers of live rows after some changes, over all ranks. Collective.
-
-        Args:
-            changes: changes by rectangle number; empty to count the present rows.
-
-        Returns:
-            By table number, one count per key interval.
-        """
+        """Return the numbers of live rows after some changes, over all ranks. Collective."""
         # The counts of all tables and intervals lie in one list, so a single sum is enough.
         sizes = [len(spans) for spans in self.intervals.values()]
         counts = [0] * sum(sizes)
@@ -259,18 +252,6 @@ class AdmissionEviction:
         """Select victims in overfull tables, which would exceed their row limit after this update.
 
         Collective.
-
-        Args:
-            totals: by table number, for overfull tables only: rows on all ranks after the update.
-            changes: by rectangle number: changes selected so far, in all tables of this update.
-            clocks: by table number: time of the update.
-
-        Returns:
-            By rectangle number, for rectangles in overfull tables only: the changes with the new victims
-            added.
-
-        Raises:
-            ValueError: see ``prepare``.
         """
         requests = {}
         for table, total in totals.items():
@@ -311,11 +292,6 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
     """Select the IDs to admit to a rectangle, and the rows with an expired time to live.
 
     Does not check the row limit, and needs no communication.
-
-    Args:
-        table: rectangle.
-        pins: pins on the rows changed by the update, in all tables.
-        clock: update time.
     """
     held = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.states is table.slots]
     slots = held[0].slots if len(held) == 1 else torch.cat([_NONE, *(pin.slots for pin in held)])
@@ -350,13 +326,7 @@ def _select_changes(table: HashedTable, pins: Sequence[object], clock: Clock) ->
 
 
 def _num_rows(table: HashedTable, changes: RowChanges | None, span: Span | None) -> int:
-    """Return the number of live rows in a rectangle after some changes.
-
-    Args:
-        table: rectangle.
-        changes: changes; None: no changes.
-        span: key interval in which to count; None: all keys in the rectangle.
-    """
+    """Return the number of live rows in a rectangle after some changes."""
     if span is None:
         if changes is None:
             return table.num_alive

@@ -276,10 +276,6 @@ class Evictions:
 
         Returns at least ``max_rows`` candidates, or all evictable rows if there are fewer. If the policy
         allows, the search finds and caches candidates for later evictions, too.
-
-        Args:
-            number: table number.
-            request: eviction request for the table.
         """
         use_score, num_rows = self._use_score(number, request), request.max_rows
         slot_scores = self._score_rows(number, request, with_update=use_score is not None)
@@ -338,11 +334,7 @@ class Evictions:
         return self._tables[rectangle].rectangle.c0 == 0
 
     def _count(self, rows: Mapping[int, OrderedRows]) -> int:
-        """Return the number of rows on this rank in a candidate list. A row split by columns counts once.
-
-        Args:
-            rows: candidates by rectangle number.
-        """
+        """Return the number of rows on this rank in a candidate list. A row split by columns counts once."""
         return sum(len(ordered.slots) for i, ordered in rows.items() if self._is_counted(i))
 
     def _scores(self, rectangle: int, clock: Clock) -> Tensor:
@@ -362,8 +354,6 @@ class Evictions:
         Collective if the policy's scores depend on weights or optimizer state.
 
         Args:
-            number: table number.
-            request: eviction request for the table.
             with_update: whether rows that the request bars from eviction are marked, too.
         """
         policy = self._storages[number].keys.evict
@@ -400,15 +390,6 @@ class Evictions:
         """Return all rows with a score below ``last.value``, and at least ``num_tied`` rows with this score.
 
         Among the rows with the score ``last.value`` (tied rows), the smallest keys are returned. Collective.
-
-        Args:
-            number: table number.
-            slot_scores: scores by rectangle number.
-            last: last victim's score.
-            num_tied: minimum number of tied rows to return.
-
-        Returns:
-            The rows in eviction order, by rectangle number.
         """
         bounds = [_LAST_KEY]
         if last.equal - num_tied > (last.below + num_tied) // _TIE_SURPLUS_SHARE:
@@ -431,11 +412,6 @@ class Evictions:
 
         Keys are hashes, so the tied rows are spread evenly over the key range. If rows with this score were
         evicted before, the range starts after their keys.
-
-        Args:
-            number: table number.
-            last: last victim's score. A row is tied if the score is equal.
-            num_tied: number of tied rows needed.
         """
         score, key = self._last_evicted.get(number, (last.value, FIRST_KEY))
         first = key if score == last.value else FIRST_KEY
@@ -445,16 +421,7 @@ class Evictions:
         return min(_LAST_KEY, first + (_LAST_KEY - first) * num_keys // last.equal)
 
     def _select_first(self, number: int, candidates: Candidates, num_victims: int) -> dict[int, Tensor]:
-        """Select the first candidates in eviction order over all ranks. Collective.
-
-        Args:
-            number: table number.
-            candidates: candidates on all ranks.
-            num_victims: number of victims to select. All candidates are victims if there are fewer.
-
-        Returns:
-            The slots of the victims, by rectangle number.
-        """
+        """Select the first candidates in eviction order over all ranks. Collective."""
         rows, num_victims = candidates.rows, min(num_victims, candidates.number)
         # A single rectangle holds all rows in order already.
         if self._ranks.size == len(rows) == 1:
@@ -491,14 +458,7 @@ def _evictable(table: HashedTable, update: ProtectedRows) -> Tensor:
 
 
 def _lowest_rows_in(table: HashedTable, slot_scores: SlotScores, last: NthValue, max_key: int) -> OrderedRows:
-    """Return marked rows with a score below ``last.value``, and tied rows with small keys, in eviction order.
-
-    Args:
-        table: rectangle.
-        slot_scores: scores by slot.
-        last: last victim's score. A row is tied if the score is equal.
-        max_key: greatest key of the tied rows to return.
-    """
+    """Return marked rows with a score below ``last.value``, and tied rows up to the key ``max_key``."""
     marks = (slot_scores.scores <= last.value).logical_and_(slot_scores.marks)
     if int(marks.count_nonzero()) * _SCAN_SHARE >= table.key_index.num_live:
         keys, slots = table.key_index.marked(marks, _LAST_KEY if last.below else max_key)

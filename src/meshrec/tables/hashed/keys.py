@@ -181,12 +181,7 @@ class LFU(Eviction):
         return rows.parts["uses"] >> self._halvings(rows.parts["last"], clock)
 
     def _halvings(self, last: Tensor, clock: Clock) -> Tensor:
-        """Return how many halvings a row's count has missed since the row's last update, int64 [N].
-
-        Args:
-            last: number of the last update per row, int32 [N].
-            clock: present time.
-        """
+        """Return how many halvings a row's count has missed since the row's last update, int64 [N]."""
         if self.half_life is None:
             return torch.zeros_like(last, dtype=torch.int64)
         # A shift by 64 bits or more is undefined, and no count reaches 2^62.

@@ -168,10 +168,6 @@ class _CopiedMemory:
     """Hooks with which ``copy`` and ``pickle`` replace a tensor by a tensor in the copied owner.
 
     The owner is the table with this tensor in its memory.
-
-    Args:
-        owner: function which returns the owner, or None if the owner was deleted.
-        name: tensor name in ``owner.memory``.
     """
 
     def __init__(self, owner: Callable[[], Any], name: str) -> None:

@@ -233,13 +233,7 @@ class HashedTable:
         self._start_rows(slots, self.keys_at(slots), fills)
 
     def _start_rows(self, slots: Tensor, keys: Tensor, fills: Fills) -> None:
-        """Write initial rows to slots; see ``RowStore.start_rows``.
-
-        Args:
-            slots: pending slots, int64 [N].
-            keys: key per slot, int64 [N].
-            fills: queue for the writes.
-        """
+        """Write initial rows to slots; see ``RowStore.start_rows``."""
         self.store.start_rows(slots, keys, self.ids_of(keys), fills, num_slots=self.key_index.num_slots)
 
     # ---- streams ----------------------------------------------------------------------------------
@@ -530,14 +524,7 @@ def evict_rows(evictions: Iterable[tuple[HashedTable, Tensor, Collection[object]
 
 
 def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
-    """Remove the keys at some slots from the hash indexes, which frees the slots.
-
-    Args:
-        rows: pairs of a table and slots, int64.
-
-    Returns:
-        The removed keys, one tensor per pair.
-    """
+    """Remove the keys at some slots of tables, which frees the slots, and return the keys per table."""
     keys = free_slots([(table.key_index, slots) for table, slots in rows])
     for table, slots in rows:
         table.store.drop(slots)
@@ -545,13 +532,7 @@ def _free_slots(rows: Sequence[tuple[HashedTable, Tensor]]) -> list[Tensor]:
 
 
 def _rebuild(arguments: tuple[Any, ...], blocks: Iterable[RowBlock], report: TableCounts) -> HashedTable:
-    """Create a copy of a table, for ``__reduce__`` and ``__deepcopy__``.
-
-    Args:
-        arguments: constructor arguments.
-        blocks: rows and counts of waiting IDs.
-        report: counters.
-    """
+    """Create a copy of a table, for ``__reduce__`` and ``__deepcopy__``."""
     table = HashedTable(*arguments)
     table.load(blocks)
     # ``load`` has counted the rows as live, so replace its counters afterward.
