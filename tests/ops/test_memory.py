@@ -11,7 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshrec.ops import memory, operators
 from meshrec.ops.library import has_kernels
-from meshrec.ops.memory import empty_pages, frozen_objects, keep_freed_memory, use_huge_pages
+from meshrec.ops.memory import (
+    empty_pages,
+    frozen_objects,
+    keep_freed_memory,
+    return_freed_memory,
+    use_huge_pages,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,9 +128,35 @@ def test_what_the_user_chose_stays(choice):
     assert kept_and_faults(**choice)[0] == 0
 
 
+BETWEEN_BLOCKS = """
+import torch
+from meshrec.ops.memory import keep_freed_memory, return_freed_memory
+def used():  # pages of this process in bytes
+    return [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon")][0]
+keep_freed_memory()
+blocks = [torch.ones(1 << 18) for _ in range(64)]  # 1 MiB each
+kept, before = blocks[::2], used()
+del blocks
+freed = used()
+return_freed_memory()
+print(before - freed, before - used(), all(block.sum() == 1 << 18 for block in kept))
+"""
+
+
+@pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="another C library")
+@needs_malloc
+def test_freed_memory_between_blocks_is_returned_on_request():
+    done = subprocess.run([sys.executable, "-c", BETWEEN_BLOCKS], capture_output=True, check=True, text=True)
+    by_itself, on_request, is_whole = done.stdout.split()
+    assert int(by_itself) < 8 << 20
+    assert int(on_request) > 24 << 20
+    assert is_whole == "True"
+
+
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not keep_freed_memory()
+    return_freed_memory()
 
 
 def test_a_table_that_does_not_fit_is_torch_s_error():

@@ -8,7 +8,7 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -165,18 +165,16 @@ def keep_freed_memory() -> bool:
     kernels also keep up to 256 MiB in large buffers outside malloc's heap. These buffers are adjacent, so the
     phases of a step reuse the same memory.
 
-    No effect with other C libraries, or if the user has set malloc's environment variables
-    (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
+    A long run returns this memory with `return_freed_memory`. No effect with other C libraries, or if the
+    user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:
         Whether the settings were applied.
     """
     # mallopt would override the user's settings.
     set_by_user = any(name in os.environ for name in _USER_SETTINGS)
-    if sys.platform != "linux" or set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
+    mallopt = _of_glibc("mallopt")
+    if set_by_user or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or mallopt is None:
         return False
     # A threshold of 32 MiB keeps buffers in the heap, which is trimmed only above 256 MiB and grows by 16
     # MiB.
@@ -188,3 +186,20 @@ def keep_freed_memory() -> bool:
     if (library := c_entry_points()) is not None:
         library.meshrec_keep_buffers()
     return all(mallopt(option, value) == 1 for option, value in options)
+
+
+def return_freed_memory() -> None:
+    """Return the pages of freed memory to the system, also those between blocks in use.
+
+    A process whose steps differ, such as one that also writes deltas, keeps more and more memory between its
+    blocks, up to the limit of `keep_freed_memory` and beyond. No effect with other C libraries.
+    """
+    malloc_trim = _of_glibc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library; None if this is not glibc, or has no such function."""
+    is_glibc = sys.platform == "linux" and "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
+    return getattr(ctypes.CDLL(None), name, None) if is_glibc else None

@@ -20,7 +20,7 @@ from meshrec.data import Batch, Dataset, prefetch
 from meshrec.data.streams import Burst, Stream
 from meshrec.metrics import SlidingMetrics
 from meshrec.metrics.drift import Drift, FeatureDrift
-from meshrec.ops.memory import frozen_objects
+from meshrec.ops.memory import frozen_objects, return_freed_memory
 from meshrec.ops.threads import at_most_threads
 from meshrec.tables import set_event_time
 from meshrec.train.alarms import Alarms
@@ -277,6 +277,8 @@ class StreamTrainer:
             self._lines.newest_event()
             self.saver.publish()
         self._report_delta()
+        if agreed.due & (_LOG | _SAVE):
+            return_freed_memory()
         self.stopped = self.stopped or agreed.stop
 
     @property
