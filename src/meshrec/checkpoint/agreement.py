@@ -77,10 +77,6 @@ def agreed(axis: Axis, function: Callable[[], T], action: str) -> list[T]:
 def combined_error(errors: dict[int, Exception], action: str) -> Exception:
     """Combine the errors of several ranks into a single error whose message names the ranks.
 
-    Args:
-        errors: error by rank; not empty.
-        action: description of the failed action, for the message.
-
     Returns:
         A ValueError or DamagedCheckpointError if all errors have this type, else a CheckpointError.
     """

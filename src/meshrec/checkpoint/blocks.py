@@ -187,10 +187,6 @@ class StoredRows(NamedTuple):
     def read_block(self, first: int, target: memoryview) -> None:
         """Read a block into memory, and compare the checksum.
 
-        Args:
-            first: index of the block's first row within the piece; a multiple of ``rows_per_block``.
-            target: memory to fill; it has exactly the block's size.
-
         Raises:
             DamagedCheckpointError: the block differs from the bytes written.
         """

@@ -24,10 +24,6 @@ def find_tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     differences of this function along all dimensions are +1 or -1 at the box corners, and 0 elsewhere. The
     differences determine the function. Boxes therefore tile the tensor if and only if the signed corners from
     all boxes add up to the tensor's signed corners.
-
-    Args:
-        shape: tensor shape.
-        boxes: pairs (offset, shape), with a value per tensor dimension; boxes without elements are ignored.
     """
     total = prod(shape)
     for offset, size in boxes:

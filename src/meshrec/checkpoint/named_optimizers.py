@@ -20,10 +20,6 @@ def as_keyed_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
 
     An optimizer that is a `KeyedOptimizer` already is returned unchanged; any other one is wrapped.
 
-    Args:
-        optimizer: the optimizer.
-        state: training state. The parameter names come from the modules in it.
-
     Raises:
         ValueError: a torch optimizer trains a table split over ranks.
     """
@@ -49,10 +45,6 @@ def create_state(optimizer: KeyedOptimizer, content: Any) -> Callable[[], None]:
     """Create state for the optimizer's parameters that have state in the checkpoint, but no state here yet.
 
     Torch optimizers create state only in their first step, but a load needs existing tensors to fill.
-
-    Args:
-        optimizer: optimizer to load.
-        content: the optimizer's saved state dict, encoded by ``values.encode``.
 
     Returns:
         A function that removes the created state again, to undo a failed load.

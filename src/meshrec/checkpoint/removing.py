@@ -34,11 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def names_of(save: str) -> str:
-    """Return a regular expression for the names of a save's files, except the manifest.
-
-    Args:
-        save: random ID of the save.
-    """
+    """Return a regular expression for the names of a save's files, except the manifest."""
     note = rf"note-{save}-\d{{5,}}"
     # Temporary files of ``write_durably``, which stay if the save is killed while it writes them.
     temporary = rf"\.manifest\.json\.{save}|\.{note}\.json\.[0-9a-f]+"

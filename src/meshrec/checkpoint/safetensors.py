@@ -71,10 +71,6 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
     """Return the tensors in a safetensors file by name, as views of the file's bytes where possible.
 
-    Args:
-        content: bytes of the file, uint8.
-        path: file path, for errors.
-
     Raises:
         DamageError: the tensors do not tile the file from the header to the file's end.
     """

@@ -217,14 +217,7 @@ def _log_columns(options: InspectOptions) -> LogColumns | None:
 
 
 def inspect_table(options: InspectOptions) -> "tuple[Profile, Proposal]":
-    """Read a table completely, and propose features.
-
-    Args:
-        options: options of the command.
-
-    Returns:
-        Statistics per column, and the proposed features.
-    """
+    """Read a table completely, and propose features."""
     from meshrec.data.propose import propose
 
     assert options.label is not None

@@ -49,12 +49,7 @@ class RemainingTime:
         self._first_share = 0.0
 
     def line(self, task: str, share: float) -> str | None:
-        """Return a line with the progress and the remaining time, or None if it is too early for one.
-
-        Args:
-            task: name of the task.
-            share: finished share, from 0 to 1.
-        """
+        """Return a line with the progress and the remaining time, or None if it is too early for one."""
         now = time.monotonic()
         # A new task, or the same task started again.
         if task != self._task or share < self._first_share:

@@ -208,12 +208,7 @@ def plan_lines(report: PlanReport) -> list[str]:
 
 
 def validation_text(line: Line, is_best: bool) -> str:
-    """Return a line with the result of an evaluation.
-
-    Args:
-        line: metrics by name.
-        is_best: whether the result is the best so far.
-    """
+    """Return a line with the result of an evaluation."""
     best = "  [green](best so far)[/green]" if is_best else ""
     more = "" if leading_metric(line) is None else f"  loss {_format_loss(line)}"
     return f"{line['kind']} at step {line['step']:>6}: {leading_text(line)}{more}{best}"
@@ -248,12 +243,7 @@ def summary_table(summary: Line) -> Table:
 
 
 def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
-    """Return the last lines to print for a run: speed, files, and commands to continue with.
-
-    Args:
-        folder: run folder.
-        summary: content of ``summary.json``.
-    """
+    """Return the last lines to print for a run: speed, files, and commands to continue with."""
     path = folder.path
     lines = [
         f"{summary['state']} at step {summary['step']:,}: {summary['seconds']:.1f} s in all, "

@@ -157,9 +157,6 @@ def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, 
 def parse_packages(named: Sequence[str]) -> dict[str, Path]:
     """Parse the packages to serve.
 
-    Args:
-        named: ``NAME=FOLDER`` or ``FOLDER`` arguments.
-
     Returns:
         Package folders by model name.
 

@@ -489,10 +489,6 @@ def parse(
 def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
     """Return an optimizer by name, with the learning rate of the recipe's optimizer.
 
-    Args:
-        name: class name, such as "Adam". Case and dashes do not matter.
-        now: the recipe's optimizer, which is returned unchanged if it has this name.
-
     Raises:
         ValueError: the optimizer does not exist.
     """

@@ -12,11 +12,7 @@ def has_no_reader() -> bool:
 
 
 def raise_if_unread(error: str) -> None:
-    """Raise BrokenPipeError if the output pipe is closed, and this is the reason for a rank's error.
-
-    Args:
-        error: error message of the rank that failed first.
-    """
+    """Raise BrokenPipeError if the output pipe is closed, and this is the reason for a rank's error."""
     # rich raises SystemExit for a broken pipe. If only the last output cannot be written, the rank ends
     # without an error.
     signs = ("BrokenPipeError", "SystemExit", "a rank ended without an error")

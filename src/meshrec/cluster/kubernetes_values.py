@@ -24,10 +24,6 @@ _IMAGE = re.compile(
 def check_bytes(option: str, text: str) -> int:
     """Return the bytes in a Kubernetes quantity. For example, "8Gi" is 8 * 2 ** 30, and "8G" is 8 * 10 ** 9.
 
-    Args:
-        option: option name, for the error message.
-        text: quantity.
-
     Raises:
         ValueError: the text is not a whole number of bytes, or is below 1 MiB. The message suggests a value.
     """
@@ -55,15 +51,7 @@ def _suggestion(match: "re.Match[str] | None") -> str:
 
 
 def check_cpus(option: str, text: str) -> None:
-    """Check a number of cores in Kubernetes notation, such as "4", "0.5" or "500m" (thousandths).
-
-    Args:
-        option: option name, for the error message.
-        text: number of cores.
-
-    Raises:
-        ValueError: the text is not a positive number of cores.
-    """
+    """Raise ValueError unless ``text`` is a positive number of cores, such as "4", "0.5" or "500m"."""
     match = _QUANTITY.fullmatch(text)
     cores = Decimal(0)
     if match is not None and match[2] is None and match[3] in ("", "m"):
@@ -115,12 +103,7 @@ def check_variable(option: str, text: str) -> None:
 
 
 def check_counts(min_value: int, **counts: int) -> None:
-    """Raise ValueError if a count is below ``min_value``.
-
-    Args:
-        min_value: smallest allowed count.
-        counts: counts, by the name of the option.
-    """
+    """Raise ValueError if a count is below ``min_value``."""
     for name, count in counts.items():
         if count < min_value:
             raise ValueError(f"{name} is {count}; it must be at least {min_value}.")

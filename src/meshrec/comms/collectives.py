@@ -405,12 +405,7 @@ def measure_traffic() -> Iterator[Counter[str]]:
 
 
 def count_sent(name: str, num_bytes: int) -> None:
-    """Add bytes to the counters of ``measure_traffic``, for messages which this module does not send.
-
-    Args:
-        name: name of the exchange.
-        num_bytes: bytes sent to other ranks.
-    """
+    """Add bytes to the counters of ``measure_traffic``, for messages which this module does not send."""
     # Contexts may be nested, and every counter counts.
     for counter in _traffic:
         counter[name] += num_bytes

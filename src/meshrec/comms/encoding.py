@@ -66,9 +66,6 @@ class RowEncoding(NamedTuple):
 
         If all formats are equal, the encoding has the format's dtypes. If they differ, messages are uint8 and
         kernels use fp32. Without formats, rows are sent as fp32.
-
-        Args:
-            formats: formats of the tables, in any order.
         """
         # Formats compare by name.
         distinct = set(formats)
@@ -117,12 +114,7 @@ class RowEncoding(NamedTuple):
         return message.view(self.unit), report
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode a message to rows, flat, in ``kernel_dtype``.
-
-        Args:
-            message: result of ``encode``.
-            blocks: row count and columns for every block.
-        """
+        """Decode a message to rows, flat, in ``kernel_dtype``."""
         blocks = [block for block in blocks if block.num_rows and block.columns.width]
         if not blocks:
             return message.new_empty(0, dtype=self.kernel_dtype)

@@ -213,9 +213,6 @@ class HostLink:
     def join(self, addresses: Sequence[Address]) -> None:
         """Connect to the boards of all other ranks.
 
-        Args:
-            addresses: board addresses of all ranks, in rank order.
-
         Raises:
             OSError: the system does not allow reading other processes' memory.
         """
@@ -280,12 +277,7 @@ class HostLink:
             self.sent.popleft()
 
     def check(self, deadline: float, listener: Listener) -> None:
-        """Raise RuntimeError if the deadline has passed, or if a peer has announced an error.
-
-        Args:
-            deadline: ``time.monotonic()`` at which the wait ends.
-            listener: reads the announcements of the peers.
-        """
+        """Raise RuntimeError if the deadline has passed, or if a peer has announced an error."""
         try:
             listener.check()
         except RuntimeError as error:

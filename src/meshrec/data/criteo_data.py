@@ -85,12 +85,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
-    """Yield a block's lines, about ``size`` bytes at a time.
-
-    Args:
-        block: block from `find_blocks`.
-        size: approximate bytes per piece.
-    """
+    """Yield a block's lines, about ``size`` bytes at a time."""
     line = block.first_line
     with _open(block.file, block.start) as stream:
         for text in _whole_lines(stream, size, block.num_bytes):

@@ -81,10 +81,6 @@ def dialect_of(file: File, given: CsvFormat = DETECTED) -> Dialect:
     then the delimiter with the most fields. The decimal point is a comma if the delimiter is another
     character, some column has numbers with a comma, and no number has a point.
 
-    Args:
-        file: path or URI.
-        given: known parts of the format.
-
     Raises:
         OSError: the file is unreachable.
     """

@@ -61,20 +61,11 @@ class IndexedSamples(ABC):
 
     @abstractmethod
     def lengths(self, key: str, samples: Ints) -> Ints:
-        """Return the number of IDs per sample for a key, int64 [len(samples)].
-
-        Args:
-            key: key of ``Batch.sparse``.
-            samples: sample numbers.
-        """
+        """Return the number of IDs per sample for a key, int64 [len(samples)]."""
 
     @abstractmethod
     def batch(self, samples: Ints) -> Batch:
-        """Return some samples, in the given order, as a batch.
-
-        Args:
-            samples: sample indices, int64 [n].
-        """
+        """Return some samples, in the given order, as a batch."""
 
     def balanced(self, keys: Sequence[str], share: Callable[[Ints, int], list[Ints]]) -> Self:
         """Return a copy of the reader that assigns samples to ranks by length, for equal work per rank.

@@ -86,12 +86,7 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
 
 
 def list_files(path: str | Path, *patterns: str) -> list[File]:
-    """Return all files that a path stands for, as `expand` does; an empty list if there are none.
-
-    Args:
-        path: a path, folder or glob pattern, or an address in a store.
-        patterns: as for `expand`.
-    """
+    """Return all files that a path stands for, as `expand` does; an empty list if there are none."""
     return _expand_address(str(path), patterns) if is_address(path) else _expand_path(path, patterns)
 
 
@@ -324,15 +319,7 @@ def suffix_of(file: File) -> str:
 
 
 def as_local(files: Sequence[File], description: str) -> list[Path]:
-    """Convert files to local paths.
-
-    Args:
-        files: paths and URIs.
-        description: kind of the files, in plural, for the error message.
-
-    Raises:
-        DataError: a file is in a store.
-    """
+    """Convert files to local paths. Raise DataError if one is in a store."""
     for file in files:
         if is_address(file):
             raise DataError(

@@ -91,11 +91,7 @@ class MessageDecoder:
         self._kinds: dict[str, str] = dict(features.fitted_kinds())
 
     def decode(self, payloads: Sequence[Payload]) -> Iterator[DecodedRows]:
-        """Decode messages, in runs of one form.
-
-        Args:
-            payloads: messages, in order.
-        """
+        """Decode messages, in runs of one form."""
         for form, group in itertools.groupby(payloads, _form_of):
             run: list[Any] = list(group)
             if form is _Form.ARROW:

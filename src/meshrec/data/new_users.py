@@ -25,9 +25,6 @@ def new_user_scores(counts: PopularityCounts) -> Floats:
     popularity counts all interactions only. Weights are candidates if their DCG is at least that of plain
     popularity in both trials. The candidate with the largest mean gain is used.
 
-    Args:
-        counts: interactions per item.
-
     Returns:
         Scores in catalog order, float32 [I].
     """

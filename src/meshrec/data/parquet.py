@@ -71,10 +71,6 @@ class ParquetSource(EncodedRows, Tables, Source):
     def column(self, block: int, name: str) -> Any:
         """Return a column of a row group as an Arrow array, with the type in ``arrow_schema``.
 
-        Args:
-            block: block number.
-            name: column name.
-
         Raises:
             DataError: the column cannot be read.
         """

@@ -94,20 +94,13 @@ class ParquetTables:
         )
 
     def shares(self, num: int) -> list[range]:
-        """Divide the runs into consecutive shares with about as many selected rows; return run numbers.
-
-        Args:
-            num: number of shares. Fewer are returned if there are fewer runs.
-        """
+        """Divide the runs into consecutive shares with about as many selected rows; return run numbers."""
         starts = np.array([run.first_row for run in self.runs] + [self.num_rows])
         cuts = np.unique(np.searchsorted(starts, cut_rows(self.num_rows, num)))
         return [range(start, stop) for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)]
 
     def tables(self, runs: range) -> Iterator[tuple[int, pa.Table]]:
         """Yield the selected tables of some runs, each after the number of selected rows before it.
-
-        Args:
-            runs: run numbers.
 
         Raises:
             DataError: a file cannot be read.

@@ -328,12 +328,7 @@ class Profiler:
         self._num_rows = 0
 
     def add(self, table: pa.Table, first_row: int) -> None:
-        """Add the next rows.
-
-        Args:
-            table: the rows.
-            first_row: row number in the whole table for the first row.
-        """
+        """Add the next rows."""
         for name, sketch in self._sketches.items():
             sketch.add(whole(table[name]))
         # Row numbers in the whole table, so the sample does not depend on how it is divided.

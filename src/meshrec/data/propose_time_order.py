@@ -94,12 +94,7 @@ class TimeOrder(NamedTuple):
         return by_time if by_chance <= _BY_CHANCE * by_time else 0.0
 
     def is_ordered(self, array: Any, is_present: Bools) -> bool:
-        """Return whether values rise or fall with time, as row numbers do.
-
-        Args:
-            array: value per sampled row, an Arrow array [n].
-            is_present: whether the row has a value, [n].
-        """
+        """Return whether values rise or fall with time, as row numbers do."""
         # Ranks, so text and numbers are compared alike.
         values = np.asarray(pc.rank(array, sort_keys="ascending", tiebreaker="dense"))[is_present]
         if len(values) < 2 or values.min() == values.max():
@@ -107,11 +102,7 @@ class TimeOrder(NamedTuple):
         return bool(abs(np.corrcoef(values, self.ranks[is_present])[0, 1]) >= _ORDERED)
 
     def share_outside(self, values: npt.NDArray[np.float64]) -> float:
-        """Return the share of test rows with a number outside the range of the training rows.
-
-        Args:
-            values: number per sampled row, [n]; rows with NaN or infinity are ignored.
-        """
+        """Return the share of test rows with a number outside the range of the training rows."""
         finite = np.isfinite(values)
         training, test = values[self.training & finite], values[self.test & finite]
         if not len(training) or len(test) < _MIN_ROWS:

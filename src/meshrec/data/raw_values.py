@@ -100,12 +100,7 @@ class RawValues:
         return self._features.wrong_columns(schema)
 
     def of(self, keys: Sequence[str], *, dense: bool) -> "RawValues":
-        """Return a conversion for some of the features.
-
-        Args:
-            keys: ID features to convert.
-            dense: whether to convert dense values.
-        """
+        """Return a conversion for some of the features."""
         features = tuple(
             feature
             for feature in self._features.features

@@ -75,10 +75,6 @@ class Store:
     def retried(self, call: Callable[[], _T], address: str) -> _T:
         """Make a request, and return its result. A failed request is repeated after growing waits.
 
-        Args:
-            call: makes the request.
-            address: address of the file, for messages.
-
         Raises:
             StoreError: the request failed for a reason that lasts, or all retries failed.
         """

@@ -153,11 +153,7 @@ class ModuleParts(Blueprint):
     """Tables with a fused optimizer, by table number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Create the optimizer for all fused tables.
-
-        Args:
-            prefix: start of the parameter names, such as ``embedding_bags``.
-        """
+        """Create the optimizer for all fused tables."""
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
@@ -278,12 +274,7 @@ def build(
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Create the sharded module parts around existing weights and optimizer state.
-
-    Args:
-        blueprint: plan, rules and options of the module.
-        contents: weights and optimizer state on this rank.
-    """
+    """Create the sharded module parts around existing weights and optimizer state."""
     routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
     shards: dict[str, TableModule] = {}
     fused: dict[int, FusedTable] = {}
@@ -446,10 +437,6 @@ def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleSharding
     """Raise ValueError if a shard of a quantized table starts within a byte.
 
     For example, int4 rows have two columns in a byte, so shards must start at even columns.
-
-    Args:
-        storages: row storage by table name.
-        plan: the module's plan.
     """
     for name, storage in storages.items():
         for shard in plan[name].shards:

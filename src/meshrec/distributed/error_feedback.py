@@ -99,12 +99,7 @@ class ErrorFeedback:
         return values
 
     def store_errors(self, values: Tensor, decoded: Tensor) -> None:
-        """Store the rounding errors ``values - decoded`` as new residuals for the bags in the message.
-
-        Args:
-            values: result of ``add_residuals``.
-            decoded: these values after encoding and decoding, as the receiver gets them.
-        """
+        """Store the rounding errors ``values - decoded`` as new residuals for the bags in the message."""
         # ``values`` include the previous residual, so the new error replaces it.
         lost = values - decoded
         # Infinity and NaN arrive unchanged; as residuals they would spoil all later gradients.
@@ -197,12 +192,7 @@ class ErrorFeedback:
 
 
 def bag_names(source: SourceIds, use: int) -> Tensor:
-    """Return a hash for every bag of a feature, int64 [B]. It depends on the IDs, but not on their order.
-
-    Args:
-        source: this rank's IDs.
-        use: number of the use (a feature looked up in a table).
-    """
+    """Return a hash for every bag of a feature, int64 [B]. It depends on the IDs, but not on their order."""
     bounds, key = source.bag_bounds(), source.keys[use]
     offsets = source.offsets[bounds[key] : bounds[key + 1] + 1].long()
     if not len(offsets):

@@ -136,12 +136,7 @@ class SortedIdExchange:
 
 
 def is_faster(plain: float, packed: float) -> bool:
-    """Return whether sending packed IDs takes less time than sending plain IDs.
-
-    Args:
-        plain: time for plain IDs, in ms.
-        packed: time for packed IDs, in ms.
-    """
+    """Return whether sending packed IDs takes less time than sending plain IDs."""
     return packed < plain
 
 

@@ -126,9 +126,6 @@ class LookupTables:
         """Return a LookupTables object for all tables except ``tables``.
 
         The result is cached, so a later call returns the same object.
-
-        Args:
-            tables: table numbers to leave out.
         """
         # The table set depends on batch sizes, and the same few sets recur.
         if tables not in self._parts:
@@ -155,10 +152,6 @@ class LookupTables:
 
         An index maps a key (a row number or hash) to a slot, the row's position in memory. Resolving
         keys may start to read rows from a file.
-
-        Args:
-            ids: IDs to look up.
-            train: whether the rows will be updated.
         """
         if not self._readers:
             return ids
@@ -168,12 +161,7 @@ class LookupTables:
         return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Return the number of output values for every route, int64 [..., K], with K routes.
-
-        Args:
-            bags: number of bags in every route, int64 [..., K].
-            num_ids: number of IDs in every route, int64 [..., K].
-        """
+        """Return the number of output values for every route, int64 [..., K], with K routes."""
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
@@ -228,11 +216,7 @@ class LookupTables:
         """Look up and pool the rows for all ranks that sent IDs.
 
         Args:
-            ids: IDs to look up, or slots in tables with an index.
             num_elements: ``sum(block_sizes(ids))``, the number of output values.
-
-        Returns:
-            Output [total bags, columns], or flat [num_elements] if ``is_flat(ids)``, in ``out_dtype``.
         """
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
@@ -254,12 +238,7 @@ class LookupTables:
         return grad.view(-1, self._dim)
 
     def gradient(self, grad: Tensor, ids: LookupIds) -> TableGradient:
-        """Return the gradient for all tables, as looked-up IDs with their output gradients.
-
-        Args:
-            grad: output gradient of any shape.
-            ids: IDs that were looked up.
-        """
+        """Return the gradient for all tables, as looked-up IDs with their output gradients."""
         return TableGradient(LookedUp(self.output_shaped(grad, ids), self.lookups(ids)), {}, ids.pins)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
@@ -279,12 +258,7 @@ class LookupTables:
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """Return the gradient for the per-sample weights, fp32 [N].
-
-        Args:
-            grad: output gradient of any shape.
-            ids: IDs that were looked up, with N per-sample weights.
-        """
+        """Return the gradient for the per-sample weights, fp32 [N]."""
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
         return tbe.sample_weight_grad(self.output_shaped(grad, ids), self.weights, self.lookups(ids))

@@ -170,10 +170,6 @@ class NodeRows:
     def request_rows(self, ids: LookupIds, *, train: bool) -> Fetch:
         """Remove duplicates from this node's IDs, and request their rows from the owners. Collective.
 
-        Args:
-            ids: IDs received from the ranks on this node.
-            train: whether the rows will be updated.
-
         Returns:
             The rows to fetch, and the rows which other nodes request from this rank.
         """
@@ -205,9 +201,6 @@ class NodeRows:
         """Look up the rows which all nodes have requested from this rank, and send them. Collective.
 
         At the same time, receive the rows which this rank has requested.
-
-        Args:
-            fetch: result of ``request_rows``.
 
         Returns:
             For every rectangle in the routing inside the node, the requested rows for its U distinct IDs,

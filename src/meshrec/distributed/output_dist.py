@@ -246,10 +246,6 @@ class Hop:
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
         """Wait for the gradients for the rows which this rank has sent with ``send``.
 
-        Args:
-            in_flight: result of ``send_back``.
-            rows_sent: as for ``send``.
-
         Returns:
             Gradients, fp32, flat, in the order of the rows.
         """
@@ -362,10 +358,6 @@ class PooledOutput:
 
         Args:
             out: pooled rows for all ranks [total bags, columns], in the encoding's ``kernel_dtype``.
-            batch: the batch.
-
-        Returns:
-            The running collective, for ``receive_rows``.
         """
         return self._hops[0].send(out, *self._message_sizes(batch)[0], "embeddings")
 

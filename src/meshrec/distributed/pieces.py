@@ -97,12 +97,7 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
 
 
 def first_rows(routing: Routing, rank: int) -> list[int]:
-    """Return the first table row which each lookup on a rank reads, in the order of ``rank_spans``.
-
-    Args:
-        routing: the compiled plan.
-        rank: rank on the shard axis.
-    """
+    """Return the first table row which each lookup on a rank reads, in the order of ``rank_spans``."""
     work = routing.work[rank]
     return [work.routes[lookup.route].r0 for lookup in work.lookups]
 
@@ -113,10 +108,6 @@ def row_range_indices(routing: Routing, rank: int) -> list[int]:
     For example, a lookup in a table with two row-wise shards has index 0 on the rank with the first rows, and
     index 1 on the other rank. Column shards of the same rows have the same index. Lookups are in the order of
     ``rank_spans``.
-
-    Args:
-        routing: the compiled plan.
-        rank: rank on the shard axis.
     """
     work = routing.work[rank]
     # First row of all rectangles, by table.

@@ -260,12 +260,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return the number of bytes which a rank sends to all-reduce dense gradients.
-
-    Args:
-        shapes: (rows, columns) of every gradient.
-        num_ranks: number of ranks.
-    """
+    """Return the number of bytes which a rank sends to all-reduce dense gradients."""
     # A ring all-reduce of fp32 values sends 2 (n - 1) / n of the elements. The additional column marks
     # touched rows.
     elements = sum(rows * (dim + 1) for rows, dim in shapes)

@@ -138,11 +138,7 @@ class _NewTables(NamedTuple):
     """Copies of the data-parallel tables."""
 
     def tables(self, number: int) -> Sequence[Table]:
-        """Return the parts of a table on this rank, a `Table` object per rectangle.
-
-        Args:
-            number: table number.
-        """
+        """Return the parts of a table on this rank, a `Table` object per rectangle."""
         held = self.local if self.routing.replicated[number] else self.split
         here = held.of_table(number)
         return [] if here is None else here.tables

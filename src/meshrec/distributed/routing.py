@@ -376,10 +376,6 @@ def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
 
     The rank gets a route for every use and distinct row interval, and a lookup for every rectangle with these
     rows.
-
-    Args:
-        rectangles: the rank's rectangles.
-        uses: all uses.
     """
     # Sorted, so all ranks number them alike. A set, because column shards with the same rows share a route.
     routes = sorted(

@@ -89,10 +89,6 @@ class SequenceOutput:
 
         Args:
             out: looked-up rows, flat, requesting rank by requesting rank, in the encoding's ``kernel_dtype``.
-            batch: the batch.
-
-        Returns:
-            The running collective, for ``receive_rows``.
         """
         direction = self._directions[0]
         # Otherwise the lookup kernel has written the message dtype.

@@ -246,9 +246,6 @@ class ShardedTables:
 
         Invalid input does not raise here, but in the next stage, on every rank.
 
-        Args:
-            features: this rank's input.
-
         Returns:
             A new batch in stage ``ROUTED``.
 
@@ -369,7 +366,6 @@ class ShardedTables:
         """Wait for the embeddings of a batch after ``look_up``, and return them. Collective.
 
         Args:
-            batch: the batch.
             link: result of ``look_up``, which connects both calls in the autograd graph.
 
         Returns:
@@ -407,7 +403,6 @@ class ShardedTables:
         """Forward pass of `_Receive`: wait for the rows, and return the embeddings. Collective.
 
         Args:
-            batch: the batch.
             local: result of ``send``.
 
         Returns:
@@ -422,10 +417,6 @@ class ShardedTables:
     @announced_on_failure
     def send_grad(self, batch: LookupBatch, grad: Tensor) -> Tensor:
         """Backward pass of `_Receive`: start to send gradients to the ranks which have the rows. Collective.
-
-        Args:
-            batch: the batch.
-            grad: gradient for the result of ``receive``.
 
         Returns:
             Gradient for the rows from the data-parallel tables.
@@ -452,10 +443,6 @@ class ShardedTables:
         self, batch: LookupBatch, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Backward pass of `_Send`: wait for the gradients, and update the fused tables in place. Collective.
-
-        Args:
-            batch: the batch.
-            local_grad: result of ``send_grad``.
 
         Returns:
             The gradient for the caller's per-sample weights, and a list with the gradient for every table

@@ -82,9 +82,6 @@ class LocalRectangles(Tensor):
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:
         """Return the values of ``source`` in this rank's rectangles.
 
-        Args:
-            source: full tensor, or a LocalRectangles with the same rectangles.
-
         Returns:
             Values for every rectangle, as views of ``source``.
 

@@ -39,9 +39,6 @@ class FixedSplit:
         name.
 
         They share memory with this rank's shards.
-
-        Args:
-            module: module with this rank's table shards.
         """
         column, device = module.storage.part_column, module.weight.device
         # Tensors of every rectangle on this rank, by part name.
@@ -62,10 +59,6 @@ class FixedSplit:
         """Return an optimizer state slot of the whole table, fp32, as a split tensor.
 
         It shares memory with this rank's shards.
-
-        Args:
-            module: module with this rank's table shards.
-            slot: name and shape of the state, such as Adagrad's sum of squares.
         """
         # Not detached, because pickle stores a tensor object once, but two tensors with shared memory twice.
         parts = [table.tensors()[slot.name] for table in module.tables]
@@ -141,9 +134,6 @@ class GrowableSplit:
     def full_parts(self, module: TableModule) -> dict[str, Tensor]:
         """Return the row parts, the IDs, and the counts of waiting IDs, in key order, as split tensors by
         name.
-
-        Args:
-            module: module with this rank's table shards.
         """
         make_split_tensor = self._key_ordered(module)
         parts = {
@@ -157,12 +147,7 @@ class GrowableSplit:
         return parts
 
     def full_state(self, module: TableModule, slot: StateSlot) -> Tensor:
-        """Return an optimizer state slot of the whole table in key order, fp32, as a split tensor.
-
-        Args:
-            module: module with this rank's table shards.
-            slot: name and shape of the state.
-        """
+        """Return an optimizer state slot of the whole table in key order, fp32, as a split tensor."""
         return self._key_ordered(module)(slot.name, torch.float32, slot.per_row)
 
     def any_rank(self, condition: bool) -> bool:

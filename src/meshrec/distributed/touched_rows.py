@@ -34,12 +34,7 @@ class _FixedMarks:
         self._marks = torch.full((r.r1 - r.r0,), _NEVER, dtype=torch.int32)
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Set the marks of some rows to ``now``, the number of the current update.
-
-        Args:
-            slots: slots of the rows, which are their positions in memory.
-            now: number of the current update.
-        """
+        """Set the marks of some rows to ``now``, the number of the current update."""
         if self.table.index is not None:
             # Marks are by key, because a slot of a cache later holds another row.
             slots = self.table.index.keys_at(slots) - self._first
@@ -68,12 +63,7 @@ class _HashedMarks:
         table.accounting.is_watched = True
 
     def mark(self, slots: Tensor, now: int) -> None:
-        """Set the marks of the rows in ``slots``, and of keys evicted since the last call, to ``now``.
-
-        Args:
-            slots: slots which the current update changes.
-            now: number of the current update.
-        """
+        """Set the marks of the rows in ``slots``, and of keys evicted since the last call, to ``now``."""
         num_slots = len(self.table.memory[ALIVE])
         # The table has grown; new slots start without a mark.
         if len(self._marks) < num_slots:
@@ -92,10 +82,6 @@ class _HashedMarks:
         """Return the keys evicted after update ``since`` which have no row now, ascending, int64.
 
         Forgets earlier evictions.
-
-        Args:
-            since: number of the update at the previous checkpoint.
-            now: number of the last update.
         """
         self._take_evicted(now)
         is_late = self._evicted_marks > since

@@ -140,12 +140,7 @@ class Codec:
         return message
 
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Decode a message to rows, flat, block by block.
-
-        Args:
-            message: encoded rows.
-            blocks: row count and columns for every block.
-        """
+        """Decode a message to rows, flat, block by block."""
         return self.encoding.decode(message, blocks)
 
 

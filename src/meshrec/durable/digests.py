@@ -187,10 +187,6 @@ def read_digests(folder: Path) -> dict[str, FileDigest]:
 def parse_digests(content: bytes, source: str) -> dict[str, FileDigest]:
     """Parse the content of a ``digests.txt`` file, and return the entries by file name.
 
-    Args:
-        content: file content.
-        source: file name in messages.
-
     Raises:
         DamageError: the content is damaged, or names a file outside the folder.
     """

@@ -55,10 +55,6 @@ def unsealed(content: bytes, name: str, *, required: bool) -> dict[str, Any]:
 def parse_json(content: bytes, name: str) -> Any:
     """Parse JSON. Unlike ``json.loads``, refuse duplicate names in objects and unpaired surrogates.
 
-    Args:
-        content: JSON bytes.
-        name: file name in messages.
-
     Raises:
         DamageError: ``content`` is invalid JSON, nested too deeply, or has a duplicate name or an unpaired
             surrogate.

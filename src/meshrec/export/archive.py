@@ -39,9 +39,6 @@ class PackageError(RuntimeError):
 def load_compiled(path: Path) -> Any:
     """Load a program compiled by AOTInductor. This executes code, so load only trusted packages.
 
-    Args:
-        path: ``program.pt2`` or ``shared.pt2`` in a package.
-
     Returns:
         torch's loader. Its ``boxed_run`` takes a flat list with all input tensors, and returns a list with
         the outputs.

@@ -64,9 +64,6 @@ def read_private_key(path: str | Path) -> "Ed25519PrivateKey":
 def read_public_key(path: str | Path) -> "Ed25519PublicKey":
     """Read a public key to verify package signatures with.
 
-    Args:
-        path: PEM file with an ed25519 public key.
-
     Raises:
         ModuleNotFoundError: the cryptography package is missing.
         ValueError: the file is unreadable or not such a key.

@@ -114,15 +114,7 @@ class TowerQuery(nn.Module):
 
 
 def catalogue_vectors(predictor: Predictor, catalogue: KeyedJaggedTensor) -> Floats:
-    """Compute the vectors of all items with an exported item tower.
-
-    Args:
-        predictor: package with the item tower.
-        catalogue: item features, with a sample per item.
-
-    Returns:
-        Vectors, float32 [I, V].
-    """
+    """Compute the vectors of all items with an exported item tower."""
     chunks = []
     # At least one chunk, so that an empty catalog gives an array of the right width.
     for start in range(0, max(catalogue.stride(), 1), _CHUNK):
@@ -164,10 +156,6 @@ def row_vectors(predictor: Predictor) -> Floats:
 
 def vectors_of_raw_items(predictor: Predictor, items: "Table") -> Floats:
     """Compute item vectors, float32 [I, V], from raw values, with an exported item tower.
-
-    Args:
-        predictor: package with the item tower, exported with the conversion from raw values.
-        items: Arrow table with a row per item, and the columns used in training.
 
     Raises:
         ValueError: the package does not accept raw values, or the table lacks a column.

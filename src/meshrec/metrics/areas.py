@@ -197,11 +197,7 @@ def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = No
 
 
 def auc_of_columns(columns: Tensor) -> float | None:
-    """Return the AUC over all samples; NaN if a score is NaN, None without positive or negative samples.
-
-    Args:
-        columns: scores, labels and weights, [3, n], from `normalize_samples`.
-    """
+    """Return the AUC over all samples; NaN if a score is NaN, None without positive or negative samples."""
     scores, labels, weights = columns.cpu().numpy()
     if not len(scores):
         return None

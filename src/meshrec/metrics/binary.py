@@ -36,12 +36,7 @@ class BinarySums(NamedTuple):
 
 
 def log_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log loss per sample. An infinite logit gives a loss of 0 or infinity, never NaN.
-
-    Args:
-        logits: any shape.
-        labels: same shape, in [0, 1].
-    """
+    """Return the log loss per sample. An infinite logit gives a loss of 0 or infinity, never NaN."""
     # 0 * infinity would be NaN, so mask the positive term of labels 0 and the negative term of labels 1.
     zero = torch.zeros_like(logits)
     positive = torch.where(labels == 0, zero, labels * torch.logaddexp(zero, -logits))

@@ -68,9 +68,6 @@ class WindowedSum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums for the whole run, and set the sums of the window to 0.
 
-        Args:
-            state: result from `state_dict`.
-
         Raises:
             ValueError: the state has another number of sums.
         """

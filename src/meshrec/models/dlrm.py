@@ -274,12 +274,7 @@ class DLRMTrain(nn.Module):
 
 
 def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
-    """Raise ValueError if the dense vector and the embeddings have different widths.
-
-    Args:
-        sparse_arch: Embeddings.
-        dense_arch_layer_sizes: Layer sizes in the MLP for dense values.
-    """
+    """Raise ValueError if the dense vector and the embeddings have different widths."""
     if dense_arch_layer_sizes[-1] != sparse_arch.D:
         raise ValueError(
             f"the last of dense_arch_layer_sizes {list(dense_arch_layer_sizes)} must be the embedding_dim "

@@ -69,9 +69,6 @@ class BoostedTrees(nn.Module):
     def set_trees(self, trees: list[Branch | Leaf]) -> None:
         """Replace all trees in the module. With fewer than ``num_trees`` trees, the missing ones return 0.
 
-        Args:
-            trees: Root of every tree.
-
         Raises:
             ValueError: There are more trees than ``num_trees``, or a tree has more levels than
                 ``num_levels``. The module is unchanged.
@@ -112,11 +109,7 @@ class BoostedTrees(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the sum over all trees for every sample, [B]. Has no gradient.
-
-        Args:
-            inputs: Input columns, [B, X].
-        """
+        """Return the sum over all trees for every sample, [B]. Has no gradient."""
         shape, depth = (inputs.shape[0], self.num_trees), self.num_levels
         # Index of every tree's root among all inner nodes, [T].
         roots = self.roots * ((1 << depth) - 1)

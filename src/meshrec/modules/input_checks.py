@@ -115,10 +115,6 @@ def with_copied_keys(
 def inverse_rows(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[Tensor]:
     """Return, for every key, the index of the bag which each sample reads, int64 [B].
 
-    Args:
-        features: Input with inverse indices, which map samples to bags.
-        keys: Keys for which to return indices.
-
     Raises:
         ValueError: The input has no inverse indices, or they lack a key.
     """

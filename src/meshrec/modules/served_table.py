@@ -90,10 +90,6 @@ def served_table(storage: HashedRows) -> TableModule:
 def key_index(module: TableModule, storage: HashedRows) -> KeyIndex:
     """Return the kernel arguments: the index that finds rows by key, and the random initialization from which
     the kernel computes rows for unknown IDs.
-
-    Args:
-        module: Result of ``served_table``.
-        storage: Row layout and options of the hashed table.
     """
     buckets, added, added_rows = (module.get_buffer(name) for name in INDEX)
     return KeyIndex(buckets, added, added_rows, storage.keys.seed, unknown_row_init(storage))
@@ -101,9 +97,6 @@ def key_index(module: TableModule, storage: HashedRows) -> KeyIndex:
 
 def unknown_row_init(storage: HashedRows) -> UniformInit:
     """Return the random initialization from which an exported program computes rows for unknown IDs.
-
-    Args:
-        storage: Row layout and table options.
 
     Raises:
         ValueError: The table has a Python ``init_fn``.

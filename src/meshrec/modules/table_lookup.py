@@ -130,9 +130,6 @@ class TableLookup:
     def positions(self, features: KeyedJaggedTensor) -> list[int]:
         """Return, for every lookup, the position of the feature among the input's keys.
 
-        Args:
-            features: Input.
-
         Raises:
             ValueError: A feature is missing.
         """

@@ -31,10 +31,6 @@ def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
     """Load saved optimizer state into a parameter's existing state. Call `check_slots` before.
 
     Tensors, dicts and objects with a state dict are filled in place. Other values are replaced by copies.
-
-    Args:
-        slots: Existing state, changed in place.
-        new_slots: Saved state, in the form returned by `slots_to_save`.
     """
     for slot, value in new_slots.items():
         present = slots[slot]

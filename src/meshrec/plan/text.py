@@ -9,7 +9,6 @@ def read_json(path: str | Path, expected: str) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Args:
-        path: File to read.
         expected: Description of a valid file, for errors, such as "a plan that `meshrec plan` wrote".
 
     Raises:

@@ -22,9 +22,6 @@ def render(report: PlanReport, *, console: Console | None = None) -> None:
 
     The report has the step time by phase, a line per rank, the warnings, and the optimality gap. The gap
     bounds how much faster the best plan could be.
-
-    Args:
-        console: target console; None: standard output.
     """
     (console or _console()).print(_report(report))
 
@@ -32,11 +29,7 @@ def render(report: PlanReport, *, console: Console | None = None) -> None:
 def render_what_if(
     plans: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
-    """Print a table of plans for several world sizes, with a line per world size.
-
-    Args:
-        console: target console; None: standard output.
-    """
+    """Print a table of plans for several world sizes, with a line per world size."""
     table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")
     for world_size, plan in plans:
         # No plan fits on this number of ranks. The first line of the error says so.

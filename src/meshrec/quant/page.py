@@ -15,12 +15,7 @@ _STYLE = (
 
 
 def html_page(choice: Choice, title: str) -> str:
-    """Return a self-contained HTML page that shows the result of ``choose_precision``.
-
-    Args:
-        choice: result to show.
-        title: page title.
-    """
+    """Return a self-contained HTML page that shows the result of ``choose_precision``."""
     head = "".join(f"<th>{data_type}</th>" for data_type in _TYPES)
     rows = "".join(
         f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, data_type) for data_type in _TYPES)}</tr>"

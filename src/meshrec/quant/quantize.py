@@ -155,12 +155,7 @@ def in_bfloat16(model: nn.Module) -> None:
 
 
 def finish_copy(model: nn.Module, dense: DataType | None) -> None:
-    """Finish the result of ``quantize``: convert linear layers to bf16 if requested, and call ``eval()``.
-
-    Args:
-        model: quantized copy; changed in place.
-        dense: see ``quantize``.
-    """
+    """Finish the result of ``quantize``: convert linear layers to bf16 if requested, and call ``eval()``."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()

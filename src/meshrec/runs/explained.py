@@ -28,10 +28,6 @@ def names_of_rows(
 ) -> dict[str, dict[int, str]]:
     """Return which data value each embedding table row represents, for display.
 
-    Args:
-        folder: run folder with the fitted features.
-        rows_by_feature: table row indices by feature name.
-
     Returns:
         Value by feature name and row index, such as ``{"country": {0: "missing", 5: "DE"}}``. Hashed
         features are missing, because many values share a row.

@@ -211,10 +211,6 @@ def recommendation_tables(
 ) -> Iterator[pa.Table]:
     """Convert recommendations to Arrow tables, with a row per user and item.
 
-    Args:
-        recommender: the recommender.
-        best: output of `recommendations`.
-
     Yields:
         A table per user batch, with the columns user, rank (from 1), item and score.
     """

@@ -110,10 +110,6 @@ def source_digests(source: str | None) -> dict[str, str]:
 def recorded_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     """Execute the recipe source that a run's ``config.json`` names, and return the recipe.
 
-    Args:
-        folder: run folder.
-        config: ``config.json`` content.
-
     Raises:
         ValueError: the source may not be executed, or no longer exists.
     """

@@ -136,11 +136,7 @@ def _check_positions(model: nn.Module, features: Mapping[str, Any], earlier: Run
 
 
 def lines_of(start: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines for the user that tell from which run training started, and every difference from it.
-
-    Args:
-        start: result of `warm_start`.
-    """
+    """Yield lines for the user that tell from which run training started, and every difference from it."""
     yield f"starting from {start['folder']}, weights of step {start['step']:,}"
     if start["state_step"] != start["step"]:
         yield f"optimizer state of step {start['state_step']:,}, the run's last"

@@ -25,10 +25,6 @@ def slice_keys(kjt: KeyedBags, sizes: list[int]) -> list[KeyGroup]:
     """Cut the keys into consecutive groups, and return the tensors per group, as views.
 
     Keys a, b, c with sizes [1, 2] give the groups (a) and (b, c).
-
-    Args:
-        kjt: Tensor to slice.
-        sizes: Key count per group. Must sum to the key count.
     """
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -85,10 +81,6 @@ def permute_keys(kjt: Bags, indices: list[int]) -> Bags:
     """Select keys by position. Keys may be repeated or left out. Implements ``KeyedJaggedTensor.permute``.
 
     Keys a, b, c with indices [2, 0] give the keys c, a.
-
-    Args:
-        kjt: Tensor to select from.
-        indices: Positions of the selected keys.
 
     Raises:
         ValueError: A position is out of range.

@@ -104,9 +104,6 @@ class RankExchange(Exchange):
         """After an error, exchange those messages in ``messages`` which this batch has not exchanged yet.
 
         Outgoing messages contain ``self.error``. Incoming messages are received and dropped.
-
-        Args:
-            messages: pairs (message, True if this rank sends the message and False if it receives it).
         """
         for message, is_sender in messages:
             if message in self._finished:

@@ -45,9 +45,6 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def split_sizes(batch: int, split_size: int) -> list[int]:
     """Return the sample count in every split (microbatch). For example, ``split_sizes(10, 4)`` is [4, 4, 2].
 
-    Args:
-        split_size: samples per split; the last split may be smaller.
-
     Raises:
         ValueError: ``split_size`` is below 1, or the batch is empty.
     """

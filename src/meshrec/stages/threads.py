@@ -272,9 +272,6 @@ class ThreadedBatch:
 
         Parameter gradients are added to ``parameter.grad``, and tables with a fused optimizer are updated.
 
-        Args:
-            gradients: gradients for the values returned by the model, by (value name, split index).
-
         Returns:
             Gradients for the batch values read by stages, by (value name, split index).
 

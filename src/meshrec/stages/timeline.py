@@ -80,11 +80,7 @@ _WIDTH, _ROW, _LEFT = 960, 34, 150
 
 
 def draw_svg(events: Sequence[Event], names: Sequence[str] = ()) -> str:
-    """Return an SVG image of the events, with a row per stage.
-
-    Args:
-        names: names for the stages; by default their numbers.
-    """
+    """Return an SVG image of the events, with a row per stage."""
     # An empty image, because the scale below needs at least one event.
     if not events:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'

@@ -92,11 +92,7 @@ class SearchableIndex(Protocol):
     """Map from keys to slots."""
 
     def release(self, *more: Self) -> None:
-        """Free the slots that no batch uses any longer. Called before a search.
-
-        Args:
-            more: other indexes to treat in the same call.
-        """
+        """Free the slots that no batch uses any longer. Called before a search."""
 
     def pin_slots(
         self,
@@ -284,9 +280,6 @@ def arriving_rows(pins: Sequence[object]) -> list[ArrivingRows]:
     """Return the pins for rows which a background thread may still be reading from a file.
 
     The caller must call ``wait`` on all of them before it looks up the rows.
-
-    Args:
-        pins: pins of a batch.
     """
     # In a hashed table with a file, the pin on the index slots holds the pin on the cache slots.
     arriving = [getattr(pin, "arriving", pin) for pin in pins]
@@ -301,14 +294,7 @@ def release_pins(pins: Sequence[object]) -> None:
 
 
 def check_pinned(pins: Sequence[object]) -> None:
-    """Check at the start of a backward pass that the slots of the batch are still pinned.
-
-    Args:
-        pins: pins of the batch.
-
-    Raises:
-        ValueError: the batch has ended, so this is a second backward pass.
-    """
+    """Raise ValueError unless a batch's slots are still pinned, as a second backward pass would find them."""
     if any(isinstance(pin, Pin) and pin.is_released for pin in pins):
         raise ValueError(
             "a second backward pass of one lookup (retain_graph=True): rows of hashed tables and of tables "

@@ -141,12 +141,7 @@ def _fills_rows_alike(init_fn: Callable[[Tensor], Any], dim: int) -> bool:
 
 
 def block_rows(num_rows: int, dim: int) -> int:
-    """Return how many rows of a table are drawn at a time; see ``initial_rows``.
-
-    Args:
-        num_rows: whole-table rows.
-        dim: whole-table columns.
-    """
+    """Return how many rows of a table are drawn at a time; see ``initial_rows``."""
     return min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
 
 
@@ -174,12 +169,7 @@ def _block_seed(seed: int, table: str, block: int) -> int:
 
 
 def seed_of_rows(name: str, seed: int) -> int:
-    """Return the random seed of the initial rows in a hashed table, 62 bits of a hash of name and seed.
-
-    Args:
-        name: table name.
-        seed: table seed (``Hashed.seed``).
-    """
+    """Return the random seed of the initial rows in a hashed table, 62 bits of a hash of name and seed."""
     digest = hashlib.blake2b(f"{seed}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 

@@ -36,19 +36,10 @@ class TableSplit(Protocol):
         """Whether a rank may hold only a part of the table."""
 
     def full_parts(self, module: "TableModule") -> dict[str, Tensor]:
-        """Return the whole-table row parts by name, as split tensors that refer to the local rows.
-
-        Args:
-            module: the module with this rank's rows.
-        """
+        """Return the whole-table row parts by name, as split tensors that refer to the local rows."""
 
     def full_state(self, module: "TableModule", slot: StateSlot) -> Tensor:
-        """Return the whole-table optimizer state, fp32, as a split tensor that refers to local memory.
-
-        Args:
-            module: the module with this rank's rows.
-            slot: state slot to return.
-        """
+        """Return the whole-table optimizer state, fp32, as a split tensor that refers to local memory."""
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether a condition holds on any rank. Collective if the table is split."""

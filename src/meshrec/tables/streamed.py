@@ -205,11 +205,7 @@ _READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
 
 
 def streamed_parts(table: ExternalTable) -> dict[str, Tensor]:
-    """Return the parts of a table by name, as ``StreamedPart`` tensors.
-
-    Args:
-        table: table in which every key in the rectangle has a row.
-    """
+    """Return the parts of a table by name, as ``StreamedPart`` tensors."""
     r = table.rectangle
     return {
         part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts

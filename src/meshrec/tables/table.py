@@ -169,15 +169,7 @@ def initialize_rows(table: Table, initial: Callable[[Span], Iterable[RowBlock]],
 
 
 def read_weights(table: Table, keys: Tensor) -> Tensor:
-    """Return the part ``weight`` of some rows.
-
-    Args:
-        table: the table.
-        keys: row keys, ascending, int64 [n]. Every key must have a row.
-
-    Returns:
-        [n, columns], in the dtype of the row memory.
-    """
+    """Return the weights [n, columns] of rows by key, int64 [n] ascending. Every key must have a row."""
     if len(keys) == 0:
         return table.rows.new_empty(0, table.rows.shape[1])
     # Stream only the interval from the first to the last key, and pick the requested rows from its blocks.

@@ -710,9 +710,5 @@ def update_rows(
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Flatten optimizer state in the order of the kernels: first state slot 0 of all tables, then slot 1, ...
-
-    Args:
-        state: per table, one tensor per state slot.
-    """
+    """Flatten optimizer state in the order of the kernels: first slot 0 of all tables, then slot 1, ..."""
     return [slot for slots in zip(*state, strict=True) for slot in slots]

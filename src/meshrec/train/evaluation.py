@@ -51,14 +51,7 @@ class OutputWindow:
 
 
 def concat_weights(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Concatenate the sample weights of several batches, on the CPU.
-
-    Args:
-        parts: per batch, the weights [B] and the batch size B. Weights of None stand for ones.
-
-    Returns:
-        Weights of all samples; None if no batch has weights.
-    """
+    """Concatenate the sample weights of several batches, on the CPU."""
     if all(weights is None for weights, _ in parts):
         return None
     return torch.cat([torch.ones(size) if weights is None else weights.cpu() for weights, size in parts])

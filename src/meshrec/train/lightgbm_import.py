@@ -65,9 +65,6 @@ def early_stopping(patience: int) -> Callable[[Any], None]:
     """Return a callback that ends a fit as ``lightgbm.early_stopping`` does, for a single metric to maximize.
 
     LightGBM's own callback imports ``lightgbm`` again, which would load the libraries left out here.
-
-    Args:
-        patience: number of trees without a better score after which the fit ends.
     """
     stop = import_lightgbm().EarlyStopException
     best: tuple[float, int, Any] = (-math.inf, 0, None)

@@ -218,10 +218,6 @@ def refit_regression(fit: Regression, train: LabelledSamples) -> "Vector":
     """Refit a regression to other samples with the same penalty, and return the weights.
 
     The fit starts from the weights of ``fit``, and has a lower precision.
-
-    Args:
-        fit: earlier fit.
-        train: training samples.
     """
     start, penalty = fit
     transposed = train.inputs.T.tocsr()

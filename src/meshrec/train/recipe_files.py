@@ -93,10 +93,6 @@ def _recipes_of_file(name: str) -> list[str]:
 def call_recipe(function: Any, name: str) -> Recipe:
     """Call a recipe function, and return the recipe.
 
-    Args:
-        function: the recipe function.
-        name: recipe name, for errors.
-
     Raises:
         ValueError: ``function`` cannot be called without arguments, or does not return a recipe.
     """
@@ -149,7 +145,6 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     """Execute a recipe file, and return the module.
 
     Args:
-        path: the file.
         loader: import loader for the file. If None, the file is read from disk, and may import modules from
             its folder.
 

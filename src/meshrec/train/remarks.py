@@ -50,9 +50,6 @@ def winner(summary: Mapping[str, Any]) -> str | None:
     """Return a sentence that compares the model with the best baseline, or None without baselines.
 
     The comparison uses the leading metric, on test data if there is some, else on validation data.
-
-    Args:
-        summary: ``summary.json`` content.
     """
     for data, key in (("test", "baselines_test"), ("validation", "baselines")):
         # The metric that selects the best weights, such as AUC.

@@ -181,11 +181,7 @@ class CheckpointSaver:
             self._reported = progress.published
 
     def hold(self, reason: str) -> None:
-        """Hold back all deltas until `release`, and keep the last checkpoint for servers that start.
-
-        Args:
-            reason: the alarm, for messages.
-        """
+        """Hold back all deltas until `release`, and keep the last checkpoint for servers that start."""
         if self._progress.hold is None:
             # Only a complete checkpoint can be kept.
             self.wait()
@@ -252,11 +248,7 @@ class CheckpointSaver:
         return self._kept[0] if len(self._kept) == self._kept.maxlen else None
 
     def remove_deltas_before(self, seconds: float) -> None:
-        """Remove deltas of this run that are older than a time, and that all kept checkpoints contain.
-
-        Args:
-            seconds: time in seconds since 1970.
-        """
+        """Remove deltas of this run that are older than a time, and that all kept checkpoints contain."""
         published = (self.oldest_progress or {}).get("published")
         # During a hold, servers may start from a checkpoint that is older than those in `_kept`.
         if self._publisher is not None and published is not None and self._progress.hold is None:
@@ -373,9 +365,6 @@ class BestWeights:
 
     def copy_weights(self, progress: RunProgress) -> None:
         """Copy the model's current weights, and drop the previous copy.
-
-        Args:
-            progress: training progress at these weights, which is stored with them on disk.
 
         Raises:
             CheckpointError: the weights cannot be written; raised on every rank. The previous copy remains.

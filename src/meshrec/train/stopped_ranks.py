@@ -28,11 +28,7 @@ class StoppedRanks:
         self._longest = max(1.0, timeout / 10)
 
     def poll(self, processes: Mapping[int, int]) -> list[int]:
-        """Return the ranks that have been stopped for longer than the timeout.
-
-        Args:
-            processes: process IDs of the ranks, by rank.
-        """
+        """Return the ranks that have been stopped for longer than the timeout."""
         # Ctrl-Z stops this process together with the ranks. This time must not count.
         passed = min(time.monotonic() - self._polled, self._longest)
         self._polled = time.monotonic()

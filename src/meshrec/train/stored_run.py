@@ -20,10 +20,6 @@ def upload_run(folder: Path, store: ObjectStore) -> None:
     """Copy a run's small files to the store, except hidden files.
 
     A failure is only logged, because the files are copied again after the next checkpoint.
-
-    Args:
-        folder: run folder.
-        store: the run's folder for small files in the store.
     """
     try:
         stored = store.names()

@@ -46,15 +46,7 @@ class WaitClock:
         self._before = now
 
     def take(self, ranks: Ranks, seconds: float) -> Straggler | None:
-        """Return the straggler in the steps since the last call. Collective.
-
-        Args:
-            ranks: the ranks, from `join`.
-            seconds: total time of the recorded steps.
-
-        Returns:
-            The straggler; None for a single rank, or if no rank waited.
-        """
+        """Return the straggler in the steps since the last call. Collective."""
         steps, self._steps = self._steps, []
         if ranks.size == 1 or not steps:
             return None

@@ -59,9 +59,6 @@ class WeightsEvaluator:
     def validate(self, step: int) -> bool:
         """Evaluate the current weights on the validation data, and return whether they are the best so far.
 
-        Args:
-            step: current training step.
-
         Raises:
             LossError: a validation metric is NaN, or the loss is infinite.
             ValueError: all validation sample weights are 0.
@@ -95,10 +92,6 @@ class WeightsEvaluator:
         """Evaluate the model on the validation data again, after weights were loaded from a checkpoint.
 
         The result replaces the validation metrics. It has no effect on early stopping.
-
-        Args:
-            weights_step: the weights' training step.
-            step: current training step, for errors.
         """
         self._validate(weights_step, step, tests=False)
 

@@ -64,10 +64,6 @@ def from_yaml(path: Path) -> Recipe:
 def recipe_of(saved: Any, where: str) -> Recipe:
     """Create a recipe from plain values, such as the output of `to_json`.
 
-    Args:
-        saved: plain values.
-        where: name of the values in errors, such as the file name.
-
     Raises:
         ValueError: a field or a value is not allowed in a recipe.
     """

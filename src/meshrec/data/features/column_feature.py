@@ -122,15 +122,7 @@ def to_json(feature: Any) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
-    """Create a feature from the result of `to_json`.
-
-    Args:
-        saved: the result.
-        kinds: feature class by class name.
-
-    Raises:
-        ValueError: unknown feature type.
-    """
+    """Create a feature from the result of `to_json`. Raise ValueError if its type is unknown."""
     kind = kinds.get(saved.get("type", ""))
     if kind is None:
         raise ValueError(

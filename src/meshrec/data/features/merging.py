@@ -77,10 +77,6 @@ def merge_ranks(states: list[FitState], axis: Axis) -> FitState | None:
     Every rank merges and sorts the counts of a range of values. The ranks thus divide this work, which takes
     long for many distinct values.
 
-    Args:
-        states: states of this rank's rows.
-        axis: the ranks.
-
     Returns:
         On rank 0, the state of all rows, or None if there are none. Its counts are in the order of
         `Counts.by_count`. On other ranks, None.

@@ -25,12 +25,7 @@ def vocabulary_file(path: str | Path) -> Path:
 
 
 def write_vocabularies(vocabularies: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """Write vocabularies to the Arrow file, and return its size and checksums for the JSON file.
-
-    Args:
-        vocabularies: values by column name, Arrow arrays.
-        path: path of the JSON file, which must be written afterwards.
-    """
+    """Write vocabularies to the Arrow file, and return its size and checksums for the JSON file."""
     file = vocabulary_file(path)
     lists = {
         # A list of all values in a single row, so that vocabularies of different sizes fit in one table.
@@ -47,10 +42,6 @@ def write_vocabularies(vocabularies: Mapping[str, Any], path: str | Path) -> dic
 
 def map_vocabularies(digest: Mapping[str, Any], path: str | Path) -> mmap.mmap:
     """Map the Arrow file into memory, and return its content.
-
-    Args:
-        digest: size and checksums, from `write_vocabularies`.
-        path: path of the JSON file.
 
     Raises:
         DataError: the Arrow file is missing, or is not the file that was written with the JSON file.

@@ -131,11 +131,7 @@ def whole(chunks: Any) -> Any:
 
 
 def values_of(chunks: Any) -> Values:
-    """Return a column's values, with lists flattened. A null list is an empty list.
-
-    Args:
-        chunks: Arrow array or chunked array, with a row per sample.
-    """
+    """Return a column's values, with lists flattened. A null list is an empty list."""
     array = whole(chunks)
     if not is_list(array.type):
         return Values(array, np.arange(len(array) + 1, dtype=np.int64))
@@ -197,12 +193,7 @@ def is_whole(array: Any) -> bool:
 
 
 def split_values_of(chunks: Any, separator: str) -> Values:
-    """Split the strings of a column into values, without surrounding blanks and without empty values.
-
-    Args:
-        chunks: strings, an Arrow array or chunked array.
-        separator: string between values.
-    """
+    """Split the strings of a column into values, without surrounding blanks and without empty values."""
     parts, offsets = values_of(pc.split_pattern(_strings(whole(chunks)), separator))
     parts = pc.utf8_trim_whitespace(parts)
     return Values(parts, offsets).where(pc.not_equal(parts, "").to_numpy(zero_copy_only=False))

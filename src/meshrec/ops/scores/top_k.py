@@ -8,13 +8,6 @@ def top_k(scores_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     ``torch.topk`` may return equal scores in any order, so a recommendation would depend on the batch and on
     the program that computes it.
-
-    Args:
-        scores_BN: scores, [B, N].
-        k: number of scores, at most N.
-
-    Returns:
-        Scores and positions, [B, K].
     """
     best_BK, index_BK = scores_BN.topk(k, dim=1)
     if not index_BK.numel():

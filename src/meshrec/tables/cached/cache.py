@@ -27,11 +27,7 @@ _BYTES_PER_SLOT = 16 + 8 + 1 + 4 + 8 + 1
 
 
 def slot_bytes(part_bytes: int) -> int:
-    """Return the bytes of memory that the cache takes per row, including bookkeeping such as the index.
-
-    Args:
-        part_bytes: bytes of the row itself, including optimizer state.
-    """
+    """Return the bytes of memory that the cache takes per row, including bookkeeping such as the index."""
     return part_bytes + _BYTES_PER_SLOT
 
 

@@ -174,10 +174,6 @@ def new_path(folder: Path, name: str) -> Path:
 
     Also removes the scratch folders left by killed processes for the same table.
 
-    Args:
-        folder: folder in which to create the scratch folder; created if it does not exist.
-        name: start of the scratch folder's name, which identifies the table and rectangle.
-
     Raises:
         RowFileError: the folder cannot be created.
     """
@@ -193,25 +189,12 @@ def new_path(folder: Path, name: str) -> Path:
 
 
 def part_bytes(parts: Sequence[RowPart], width: int) -> list[int]:
-    """Return the bytes per row for every row part.
-
-    Args:
-        parts: row parts.
-        width: column count.
-    """
+    """Return the bytes per row for every row part."""
     return [(1 if part.per_row else width) * part.dtype.itemsize for part in parts]
 
 
 def positions_in(keys: Tensor, requested: Tensor) -> Tensor:
-    """Return the position of each requested key in a sorted list of keys; -1 if the list lacks it.
-
-    Args:
-        keys: list of keys, distinct, ascending, int64 [M].
-        requested: int64 [N].
-
-    Returns:
-        int64 [N].
-    """
+    """Return the position of each requested key in a sorted list of keys; -1 if the list lacks it."""
     if len(keys) == 0:
         return torch.full_like(requested, -1)
     # The clamp is for requested keys above all keys in the list.

@@ -139,10 +139,5 @@ class QuantisedRows(DenseRows):
 
 
 def row_format(dtype: torch.dtype, bits: int) -> DenseRows:
-    """Return the storage for rows in memory with an element type, or with quantised values.
-
-    Args:
-        dtype: element type of floating-point rows.
-        bits: bits per quantised value; 0: floating-point rows.
-    """
+    """Return the storage for rows in memory with an element type, or with quantised values."""
     return QuantisedRows(bits) if bits else DenseRows(dtype)

@@ -92,11 +92,6 @@ class FixedTable:
 
 
 def parts_of(storage: RowStorage, spec: OptimizerSpec | None) -> list[RowPart]:
-    """Return the parts of a table: the storage's row parts, followed by the optimizer state.
-
-    Args:
-        storage: row format.
-        spec: optimizer; None: no optimizer state.
-    """
+    """Return the parts of a table: the storage's row parts, followed by the optimizer state."""
     slots = spec.state_slots() if spec is not None else ()
     return [*storage.row_parts, *(RowPart(slot.name, torch.float32, slot.per_row) for slot in slots)]

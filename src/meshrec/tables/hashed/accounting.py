@@ -44,11 +44,6 @@ class RowAccounting:
     """Number of ``load`` calls."""
 
     def note_reads(self, num_read: int, num_absent: int) -> None:
-        """Count the IDs in a training lookup.
-
-        Args:
-            num_read: number of IDs, including repeated ones.
-            num_absent: how many of these had no slot.
-        """
+        """Count the IDs in a training lookup, repeated ones too, and those of them that had no slot."""
         self.report.read += num_read
         self.report.hits += num_read - num_absent

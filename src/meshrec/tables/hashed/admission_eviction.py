@@ -85,11 +85,7 @@ class RowChanges(NamedTuple):
     """Number of admitted IDs."""
 
     def of_admitted(self, values: Tensor) -> Tensor:
-        """Select the values of the admitted IDs.
-
-        Args:
-            values: a value per new ID, [U].
-        """
+        """Select the values of the admitted IDs."""
         return values if self.num_admitted == len(values) else values[self.admitted]
 
 
@@ -173,11 +169,7 @@ class AdmissionEviction:
         return TableChanges(changes, self._future_rows(changes) if full else live)
 
     def apply(self, changes: TableChanges) -> None:
-        """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows.
-
-        Args:
-            changes: result of ``prepare``. No table may have changed since.
-        """
+        """Admit IDs and evict rows, as selected by ``prepare``. The caller then updates the rows."""
         by_rectangle, self.live = changes
         evict_rows(
             (self.tables[i], row_changes.victims, row_changes.pins) for i, row_changes in by_rectangle.items()
@@ -204,11 +196,7 @@ class AdmissionEviction:
                     policy.use(memory, used, row_changes.clock, fills)
 
     def finish(self, changes: TableChanges) -> None:
-        """Undo the update in the rows of IDs that were not admitted: write their initial values again.
-
-        Args:
-            changes: result of ``prepare`` for the update that has just changed the rows.
-        """
+        """Undo the update in the rows of IDs that were not admitted: write their initial values again."""
         # The update changes the rows of all IDs in the batch, and later batches in flight may read these.
         with Fills() as fills:
             for i, row_changes in changes.by_rectangle.items():

@@ -205,9 +205,6 @@ class Evictions:
     def select_victims(self, requests: Mapping[int, EvictionRequest]) -> dict[int, dict[int, Tensor] | int]:
         """Select the rows to evict from full tables. Changes no table. Collective.
 
-        Args:
-            requests: eviction requests by table number.
-
         Returns:
             By table number, the slots to evict by rectangle number. If fewer than ``min_rows`` rows can be
                 evicted from a table, the value is the number of evictable rows instead.
@@ -476,12 +473,7 @@ def _lowest_rows_in(table: HashedTable, slot_scores: SlotScores, last: NthValue,
 
 
 def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return the permutation that sorts rows by score, then by key, int64 [N].
-
-    Args:
-        scores: score per row, int32 or int64 [N].
-        keys: key per row, distinct, int64 [N].
-    """
+    """Return the permutation that sorts rows by score, then by key, int64 [N]."""
     if len(keys) == 0:
         return keys
     least, greatest = (int(bound) for bound in scores.aminmax())

@@ -99,12 +99,7 @@ class HashedFile:
         return resolved.slots, resolved.pin
 
     def start_rows(self, slots: Tensor, weights: Tensor) -> None:
-        """Set the rows in some index slots to initial weights and initial optimizer state.
-
-        Args:
-            slots: index slots, int64 [N].
-            weights: initial weights, [N, columns].
-        """
+        """Set the rows in some index slots to initial weights and initial optimizer state."""
         # The file table takes ascending keys only.
         slots, order = slots.sort()
         rows = memory_for(self.table.parts, len(slots), weights.shape[1])
@@ -115,12 +110,7 @@ class HashedFile:
         self.table.start_rows(slots, rows)
 
     def read(self, slots: Tensor, frozen: FileSnapshot | None = None) -> dict[str, Tensor]:
-        """Return copies of the rows in some index slots, by part name.
-
-        Args:
-            slots: index slots, int64 [N].
-            frozen: snapshot from which to read; None: the present rows.
-        """
+        """Return copies of the rows in some index slots, by part name."""
         ascending, order = slots.sort()
         source = self.table if frozen is None else frozen
         parts = {}

@@ -135,10 +135,6 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
     """Return whether values to load were read from the same tables and are still up to date.
 
     A load can then be skipped. This happens if a table's state dict is loaded into the same table.
-
-    Args:
-        values: whole-table parts, by name.
-        tables: the table's rectangles on this rank.
     """
     if not tables:
         return True
@@ -156,23 +152,14 @@ def shows_current_rows(values: Mapping[str, Tensor], tables: Sequence[HashedTabl
 
 
 def key_ordered_parts(table: HashedTable) -> dict[str, Tensor]:
-    """Return a table's parts for a state dict, in key order. Values are read on demand, not copied.
-
-    Args:
-        table: rectangle with the whole table.
-    """
+    """Return a table's parts for a state dict, in key order. Values are read on demand, not copied."""
     tensors, counts = table.tensors(), waiting_counts(table.admission_counts)
     names = state_dict_names(table.storage)
     return {name: tensors[name] if name in tensors else counts[name] for name in names}
 
 
 def merge_by_key(tables: Sequence[HashedTable], storage: HashedRows) -> dict[str, Tensor]:
-    """Return copies of a whole table's parts in key order, merged from rectangles that are all on this rank.
-
-    Args:
-        tables: the table's rectangles.
-        storage: table description.
-    """
+    """Return copies of a whole table's parts in key order, merged from rectangles all on this rank."""
     # Rectangles with column 0 together contain every key once.
     first = [table for table in tables if table.rectangle.c0 == 0]
     empty = torch.empty(0, dtype=torch.int64)

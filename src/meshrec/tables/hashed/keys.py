@@ -499,10 +499,6 @@ def key_at(row: int, max_rows: int) -> int:
     """Return the first key in a key bucket (a "row" in a plan); see [Note: the keys of hashed tables].
 
     Bucket ``row`` starts at ``row * 2^64 / max_rows``, rounded up, minus 2^63.
-
-    Args:
-        row: bucket number, from 0 to ``max_rows`` (the end of the last bucket).
-        max_rows: number of buckets.
     """
     return -(-(row << 64) // max_rows) + FIRST_KEY
 
@@ -523,12 +519,7 @@ def bucket_of(keys: Tensor, max_rows: int) -> Tensor:
 
 
 def first_keys(rows: Tensor, max_rows: int) -> Tensor:
-    """Return the first key in each key bucket, int64 [N]; see ``key_at``.
-
-    Args:
-        rows: bucket numbers, int64 [N].
-        max_rows: number of buckets, below 2^48.
-    """
+    """Return the first key in each key bucket, int64 [N]; see ``key_at``."""
     # row * 2^64 / max_rows as row * whole + row * remainder / max_rows, because 2^64 does not fit int64.
     whole, remainder = divmod(1 << 64, max_rows)
     whole = (whole - FIRST_KEY) % (1 << 64) + FIRST_KEY  # as int64, whose product wraps

@@ -151,10 +151,6 @@ def install_copy_hooks(owner: Any, memory: Mapping[str, Tensor]) -> None:
     The copy of a tensor is then the tensor of the same name in the copied table. Without this hook, each
     tensor would be copied alone. Updates and lookups in a copied module would then not share tensors with
     the copied table, and the copies would fill all reserved memory.
-
-    Args:
-        owner: table with an attribute ``memory``.
-        memory: value of ``owner.memory``, tensors by name.
     """
     # Weak, because the tensors belong to the owner: a strong reference would be a cycle.
     reference = ref(owner)

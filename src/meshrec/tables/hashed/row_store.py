@@ -179,12 +179,7 @@ class RowStore:
         return {name: parts[name] if parts[name].dim() == 1 else parts[name][:, first:end] for name in names}
 
     def write(self, slots: Tensor, block: RowBlock) -> None:
-        """Write the parts in a block to slots. Other parts keep their values.
-
-        Args:
-            slots: slot per block key, int64 [N]. Their rows have been started.
-            block: new values.
-        """
+        """Write the parts in a block to slots. Other parts keep their values."""
         r, row_format = self.rectangle, self._row_format
         if self.file is not None:
             self.file.load(slots, block.columns, block.parts)

@@ -111,11 +111,7 @@ class SlotStates:
         return self.index.num_live - self.accounting.report.live
 
     def live_keys(self, keys: Span | None = None) -> tuple[Tensor, Tensor]:
-        """Return the live rows' keys, ascending, and their slots, both int64 [n].
-
-        Args:
-            keys: interval from which to return keys; None: all keys.
-        """
+        """Return the live rows' keys, ascending, and their slots, both int64 [n]."""
         all_keys, slots = self.index.items()
         # The index also lists pending slots. Skip the test if there are none.
         selected = self.is_alive[slots] if self.num_pending else None
@@ -152,12 +148,7 @@ class SlotStates:
         return pin
 
     def mark_alive(self, slots: Tensor, fills: Fills) -> None:
-        """Make pending slots alive. Their rows then survive the release of the batch.
-
-        Args:
-            slots: pending slots, int64 [N].
-            fills: queue for the writes.
-        """
+        """Make pending slots alive. Their rows then survive the release of the batch."""
         if len(slots):
             fills.add(self.is_alive, slots, 1)
             self.accounting.report.live += len(slots)
