@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meshrec.data import DataError, InMemoryReader, Split, locate, parquet, parquet_reader
+from meshrec.data import DataError, InMemoryReader, Split, locate, parquet
 from meshrec.data.features import Features, Integer, Label
 from meshrec.data.in_memory import Ranges
 
@@ -50,7 +50,7 @@ def test_every_row_is_in_one_part(folder, split):
     assert sorted(np.concatenate(parts).tolist()) == list(range(600))
     assert [len(part) for part in parts] == pytest.approx([420, 120, 60], abs=90)
     assert parts[1].tolist() == sorted(parts[1].tolist())  # the file's order
-    whole = next(parquet_reader(folder, schema=SCHEMA).batches(600))
+    whole = next(parquet(train=folder, schema=SCHEMA).open(folder, True).batches(600))
     for reader in (data.train, data.validation):
         for batch in reader.batches(50):  # rows are those of the file
             assert batch.labels.tolist() == (batch.rows % 2).tolist()
@@ -68,7 +68,7 @@ def test_every_row_is_in_one_part(folder, split):
 
 
 def test_rows_are_found_in_their_files(folder):
-    reader = parquet_reader(folder, schema=SCHEMA.unlabelled())
+    reader = parquet(train=folder, schema=SCHEMA).open(folder, False)
     (batch,) = reader.batches(1000)
     assert bool(batch.labels.isnan().all())
     assert batch.rows.tolist() == list(range(600))
@@ -90,14 +90,14 @@ def test_labels_that_the_loss_cannot_take_name_file_row_and_value(folder):
     pq.write_table(table.set_column(0, "y", pa.array(labels)), folder / "b.parquet", row_group_size=70)
     message = r"b\.parquet: row group 1, column 'y': row 123 has the label 4, outside \[0, 1\]"
     with pytest.raises(DataError, match=message):
-        rows_of(parquet_reader(folder, schema=SCHEMA))
+        rows_of(parquet(train=folder, schema=SCHEMA).open(folder, True))
     data = parquet(train=folder, schema=SCHEMA, on_error="skip")
     for _ in range(2):  # a row that is read twice is skipped once
         assert len(rows_of(data.train)) == 599
     assert [sum(reasons.values()) for reasons in data.skipped.values()] == [1]
     assert next(iter(data.skipped)).endswith("b.parquet")
     any_label = replace(SCHEMA, labels=(Label(column="y", kind="number"),))
-    assert len(rows_of(parquet_reader(folder, schema=any_label))) == 600
+    assert len(rows_of(parquet(train=folder, schema=any_label).open(folder, True))) == 600
     ids = {"user": Ranges(np.zeros(3, np.int64), np.arange(3), np.ones(3, np.int64))}
     with pytest.raises(DataError, match=r"row 1.*label 5.*\[0.0, 1.0\]"):
         InMemoryReader(np.zeros((3, 0), np.float32), np.array([0, 5, 1], np.float32), ids, seed=0)

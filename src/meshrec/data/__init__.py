@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 # Two functions have the name of their module, which an import of that module would put in their place.
-from meshrec.data.parquet import parquet, parquet_reader
+from meshrec.data.parquet import parquet
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.lazy import import_on_use
 
 if TYPE_CHECKING:
     from meshrec.data.batch import Batch
     from meshrec.data.broker_stream import BrokerStream
-    from meshrec.data.criteo_data import criteo, criteo_reader
+    from meshrec.data.criteo_data import criteo
     from meshrec.data.dataset import (
         Dataset,
         Feature,
@@ -59,14 +59,12 @@ __all__ = [
     "StreamReader",
     "SyntheticLog",
     "criteo",
-    "criteo_reader",
     "drifting_clicks",
     "embedding_bag_configs",
     "locate",
     "movielens",
     "next_items",
     "parquet",
-    "parquet_reader",
     "prefetch",
     "synthetic_clicks",
     "synthetic_log",

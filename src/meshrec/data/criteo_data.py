@@ -19,12 +19,12 @@ from meshrec.data.arrow import pa
 from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.delimited import parse
 from meshrec.data.encoding import Encoding, RowOrigin
-from meshrec.data.faults import DataError, Faults, OnError, missing_column, needs
+from meshrec.data.faults import DataError, Faults, missing_column, needs
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Samples, void_samples
-from meshrec.data.streaming import Source, StreamReader
-from meshrec.data.tables import EncodedRows, ReadOptions, ordered_reader, table_dataset
+from meshrec.data.streaming import Source
+from meshrec.data.tables import EncodedRows, ReadOptions, table_dataset
 
 if TYPE_CHECKING:
     from meshrec.data.features import Features
@@ -237,31 +237,6 @@ class CriteoText(EncodedRows, Source):
         if len(lines) == 0:
             return void_samples(piece.lines, self.shape)
         return samples.take(source)._replace(is_valid=valid)
-
-
-def criteo_reader(
-    paths: Paths,
-    *,
-    num_embeddings: int | Sequence[int] = 100_000,
-    labelled: bool = True,
-    on_error: OnError = "raise",
-    window: int = 8192,
-) -> StreamReader:
-    """Open Criteo data as a reader in file and line order, for evaluation or scoring.
-
-    Args:
-        paths: files, folders or patterns, see `criteo`.
-        num_embeddings: rows per table, see `criteo`.
-        labelled: whether samples have a label. A line of text has 40 fields with a label, and 39 without.
-        on_error: see `criteo`.
-        window: see `criteo`.
-
-    Raises:
-        DataError: damaged data; names the file, the line or row group, and the column.
-    """
-    return ordered_reader(
-        _source, paths, criteo_features(num_embeddings), labelled=labelled, on_error=on_error, window=window
-    )
 
 
 def criteo(

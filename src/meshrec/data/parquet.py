@@ -12,11 +12,11 @@ from meshrec.data.arrow import pa, pa_parquet
 from meshrec.data.dataset import Dataset, Paths
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.exact_columns import is_list, plain, plain_schema, plain_table
-from meshrec.data.faults import DataError, Faults, NoRowsError, OnError
+from meshrec.data.faults import DataError, Faults, NoRowsError
 from meshrec.data.locations import File, expand, not_parquet, opened
 from meshrec.data.partitions import partition_keys, with_keys
 from meshrec.data.samples import Samples, void_samples
-from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.streaming import Source
 from meshrec.data.tables import EncodedRows, ReadOptions, Tables, table_dataset
 
 _READ_ROWS = 1 << 14
@@ -242,41 +242,6 @@ def _text_columns(metadata: Any, columns: Sequence[str]) -> list[str]:
     # A list is a nested column, such as "tags.list.element".
     paths = [f.path for f in fields if f.physical_type == "BYTE_ARRAY" and f.path.startswith(roots)]
     return [name for name, kind in types.items() if is_text(kind)] + paths
-
-
-def parquet_reader(
-    paths: Paths,
-    *,
-    schema: Encoding,
-    seed: int = 0,
-    shuffle: bool = False,
-    on_error: OnError = "raise",
-    window: int = 8192,
-    lanes: int = 8,
-) -> StreamReader:
-    """Open Parquet files as a reader in file and row order, for evaluation or scoring.
-
-    Batches have the row numbers of their samples (``Batch.rows``), which `locate` converts to file and row.
-    With ``schema.unlabelled()`` the files need no labels.
-
-    Args:
-        paths: files, folders (all ``*.parquet`` files in them) or patterns. Folders and patterns are sorted
-            by name.
-        schema: as for `parquet`.
-        seed: as for `parquet`.
-        shuffle: whether to shuffle rows, as for training.
-        on_error: as for `parquet`.
-        window: as for `parquet`.
-        lanes: as for `parquet`.
-
-    Raises:
-        DataError: damaged data; names the file, row group and column.
-    """
-    faults = Faults(on_error)
-    source = ParquetSource(expand(paths, "*.parquet"), schema, faults)
-    return StreamReader(
-        source, seed=seed, shuffle=shuffle, window=window, lanes=lanes, skipped=faults.skipped
-    )
 
 
 def parquet(
