@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from meshrec.data.arrow import pa, pc
 from meshrec.data.dataset import RowsOfFile
@@ -296,15 +297,11 @@ class SelectedRows(Source):
         """Return a column of the selected rows."""
         return self._source.column(block, name).filter(pa.array(self._selected[block]))
 
+    @override
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Yield windows of selected rows.
 
         Reads the original source from its window with the first requested row, not from the start.
-
-        Args:
-            block: block number.
-            first: number of the first window, counted in selected rows.
-            size: rows per window.
         """
         selected = self._selected[block]
         rows = np.flatnonzero(selected)

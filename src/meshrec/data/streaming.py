@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import Position, Reader, RowsOfFile
@@ -103,12 +104,9 @@ class CachedWindows(Source):
     def files(self) -> Sequence[RowsOfFile]:
         return self._source.files
 
+    @override
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Yield a block's windows from window ``first`` to the end.
-
-        Args:
-            block, first, size: as in `Source.windows`.
-        """
+        """Yield a block's windows from window ``first`` to the end."""
         windows = self._windows.get((block, size))
         if windows is None:
             # Assigned when complete: the prefetch thread may read the same block at the same time.
@@ -191,6 +189,7 @@ class StreamReader(Reader):
             if size:
                 yield {name: self._source.column(block, name) for name in names}
 
+    @override
     def batches(
         self,
         batch_size: int,
@@ -203,13 +202,6 @@ class StreamReader(Reader):
         """Yield this rank's batches for an epoch; see `Reader.batches`.
 
         Damaged rows are omitted, so a batch may have fewer samples than ``batch_size``.
-
-        Args:
-            batch_size: samples per batch and rank, including damaged rows.
-            position: start position.
-            rank: this rank.
-            world_size: rank count.
-            drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from meshrec.data.dataset import Dataset, Feature, RowsOfFile
 from meshrec.data.faults import DataError
@@ -134,14 +135,9 @@ class ClickSource(Source):
         """Raise DataError, because synthetic clicks have no columns."""
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
+    @override
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Draw a block's samples, and yield them in windows; see `Source.windows`.
-
-        Args:
-            block: block number.
-            first: number of the first window to yield.
-            size: rows per window.
-        """
+        """Draw a block's samples, and yield them in windows; see `Source.windows`."""
         # Random numbers are drawn for the whole block, so earlier windows are drawn as well.
         samples, _ = self.block(block)
         num = len(samples.labels)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 
 class StageLink(ABC):
@@ -60,19 +61,12 @@ class DeviceLink(StageLink):
             return event
         return None
 
+    @override
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
         """Copy ``value`` to ``destination``.
 
         If the destination is a CUDA device, this call only launches the copy. The receiving stage's CUDA
         stream waits for the copy; no thread does.
-
-        Args:
-            value: nested container with the tensors to copy.
-            ready: `ready` result.
-            destination: the receiving stage's device.
-
-        Returns:
-            Function without arguments that the receiving stage calls to get the copy.
         """
         if destination.type != "cuda":
             # The host must not read the copy before the sending kernels have finished.

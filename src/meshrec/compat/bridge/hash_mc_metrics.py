@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from meshrec.compat.bridge.hash_managed_collisions import HashZchEvictionConfig
 
@@ -40,18 +41,11 @@ class ConsoleScalarLoggerBackend(ScalarLoggerBackend):
         if log_file_path:
             self._logger.addHandler(logging.FileHandler(log_file_path, mode="w"))
 
+    @override
     def report(
         self, log_message: str, name: str, run_type: str, step: int, rate_metrics: dict[str, float]
     ) -> None:
-        """Log the message.
-
-        Args:
-            log_message: text to log.
-            name: ignored.
-            run_type: ignored.
-            step: ignored.
-            rate_metrics: ignored.
-        """
+        """Log the message."""
         self._logger.info(log_message)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from typing_extensions import override
 
 from meshrec import model_parallel as core
 from meshrec.comms.mesh import ShardingEnv, default_env, group_device
@@ -96,14 +97,9 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             **(ddp_kwargs or {}),
         }
 
+    @override
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Make the dense part data-parallel. Repeated calls do nothing.
-
-        Args:
-            dmp: model to change.
-            env: ignored; the model knows the ranks.
-            device: ignored; the model knows the device.
-        """
+        """Make the dense part data-parallel. Repeated calls do nothing."""
         # Not dmp.init_data_parallel, which would call this method again.
         core.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from meshrec.compat.bridge.planner import (
     EmbeddingShardingPlanner,
@@ -253,16 +254,11 @@ class PlannerProvider(Protocol):
 class DefaultPlannerProvider(PlannerProvider):
     """Provider that builds everything from the request alone. The SKU has no effect."""
 
+    @override
     def build_topology(
         self, sku: str, request: ShardingPlanRequest, ctx: PlannerSessionContext
     ) -> types.Topology:
-        """Return the topology with the request's ranks and memory.
-
-        Args:
-            sku: not used.
-            request: model and machine.
-            ctx: not used.
-        """
+        """Return the topology with the request's ranks and memory."""
         topology: types.Topology = Topology(
             world_size=request.world_size,
             compute_device=request.compute_device or "cuda",
@@ -286,6 +282,7 @@ class DefaultPlannerProvider(PlannerProvider):
             return FixedPercentageStorageReservation(percentage)
         return HeuristicalStorageReservation(percentage, dense_tensor_estimate=config.dense_tensor_estimate)
 
+    @override
     def build_planner(
         self,
         sku: str,
@@ -294,14 +291,7 @@ class DefaultPlannerProvider(PlannerProvider):
         storage_reservation: FixedPercentageStorageReservation,
         ctx: PlannerSessionContext,
     ) -> EmbeddingShardingPlanner:
-        """Return MeshRec's planner with the request's options.
-
-        Args:
-            sku: not used.
-            topology: machine to plan for.
-            storage_reservation: memory to reserve for other uses than tables.
-            ctx: session with the request.
-        """
+        """Return MeshRec's planner with the request's options."""
         request = ctx.request
         return EmbeddingShardingPlanner(
             topology=topology,
@@ -340,16 +330,11 @@ class DefaultPlannerExecutor(PlannerExecutor):
     def __init__(self, provider: PlannerProvider | None = None) -> None:
         self._provider = DefaultPlannerProvider() if provider is None else provider
 
+    @override
     def run(
         self, sku: str, ctx: PlannerSessionContext, pg: dist.ProcessGroup | None = None
     ) -> ShardingPlanResult:
-        """Plan the model in ``ctx.request``. Collective if a group is given.
-
-        Args:
-            sku: kind of machine, stored in the result.
-            ctx: session with the request. The topology, the reservation and the duration are added to it.
-            pg: process group in which all ranks get the same plan; None: plan on this rank.
-        """
+        """Plan the model in ``ctx.request``. Collective if a group is given."""
         request = ctx.request
         # A function builds the model only now.
         model = request.model if isinstance(request.model, nn.Module) else request.model()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import override
 
 from meshrec.data.dataset import Feature
 from meshrec.data.encoding import Encoding, RowChecks, RowOrigin
@@ -307,13 +308,9 @@ class Features(Encoding):
         """
         return tuple(feature.feature() for feature in self.ids)
 
+    @override
     def encode(self, table: pa.Table, origin: RowOrigin, faults: Faults) -> Samples:
         """Convert a table's rows to samples with features, labels and weights.
-
-        Args:
-            table: Arrow table without `wrong_columns`.
-            origin: where the rows were read from, for messages.
-            faults: raises for a damaged row, or counts it; then the sample is not ``is_valid``.
 
         Raises:
             UnfittedError: a feature is not fitted.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import override
 
 from meshrec.data.dataset import Feature
 from meshrec.data.encoding import RowChecks
@@ -363,14 +364,9 @@ class Integer(IdFeature):
             rows = np.where(null, -1 if self.missing is None else self.missing, rows)
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
+    @override
     def check(self, rows: Codes, values: Values, checks: RowChecks) -> None:
-        """Mark samples with an integer outside the table as invalid.
-
-        Args:
-            rows: table row per value, [N]; set to 0 where it is -1.
-            values: values for all samples, N in total.
-            checks: updated with the invalid samples.
-        """
+        """Mark samples with an integer outside the table as invalid."""
         outside = rows < 0
         if outside.any():
             # The example for the message, from the first wrong row.

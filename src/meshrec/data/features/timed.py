@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from typing_extensions import override
 
 from meshrec.data.dataset import Feature
 from meshrec.data.encoding import Encoding, RowChecks, RowOrigin
@@ -72,14 +73,9 @@ class TimedFeatures(Encoding):
     def unlabelled(self) -> "TimedFeatures":
         return TimedFeatures(self._features.unlabelled(), self._time, self._unit)
 
+    @override
     def encode(self, table: pa.Table, origin: RowOrigin, faults: Faults) -> Samples:
-        """Convert a table's rows to samples with event times. A row without a readable time is damaged.
-
-        Args:
-            table: Arrow table without `wrong_columns`.
-            origin: where the rows were read from, for messages.
-            faults: raises for a damaged row, or counts it.
-        """
+        """Convert a table's rows to samples with event times. A row without a readable time is damaged."""
         samples = self._features.encode(table, origin, faults)
         is_valid = np.ones(table.num_rows, np.bool_) if samples.is_valid is None else samples.is_valid
         checks = RowChecks(origin, is_valid, faults)

@@ -5,6 +5,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from meshrec.tables.cached.file import RowFile, memory_for
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, Span
@@ -133,13 +134,9 @@ class RowRegions(StoredRows):
             if not self._is_written[number] and (start < first or end < last)
         ]
 
+    @override
     def read(self, keys: Tensor, parts: Sequence[Tensor], slots: Tensor) -> None:
         """Read rows to slots in memory. Rows in regions not in the file get their initial values.
-
-        Args:
-            keys: row keys, ascending, int64 [N].
-            parts: memory to fill, one tensor per row part, indexed by slot.
-            slots: slot for the row under each key, int64 [N].
 
         Raises:
             RowFileError: a record is damaged, or the disk fails.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.cached.cache import slot_bytes
@@ -86,15 +87,11 @@ class FileBackedRows(ExternalRows, DenseRows):
     may_fail = True  # a disk may fail
     needs_row_sums = False
 
+    @override
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> FileTable:
         """Create the ``FileTable`` for a part of the table (a rectangle), with a new file.
-
-        Args:
-            rectangle: row and column intervals of this part.
-            spec: optimizer; None: no optimizer state.
-            device: module device, which must be the CPU; None is the CPU.
 
         Raises:
             ValueError: the device is not the CPU.

@@ -122,12 +122,7 @@ class QuantisedRows(DenseRows):
         return nbit.code_bytes(column, self.bits)
 
     def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """Return views of the codes (uint8 [n, bytes]), scales and biases (fp16 [n]) in row memory.
-
-        Args:
-            rows: row memory, uint8 [n, columns(dim)].
-            dim: values per row.
-        """
+        """Return views of the codes (uint8 [n, bytes]), scales and biases (fp16 [n]) in row memory."""
         # A row is scale and bias (two fp16), then the codes, then padding.
         params = rows.view(torch.float16)
         codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]

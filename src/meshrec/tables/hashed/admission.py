@@ -107,25 +107,16 @@ class ExactCounts(AdmissionCounts):
         self._slots = HashIndex(max_slots, seed=seed, name=f"the waiting IDs of {name}")
         self._memory = GrowingRows([torch.zeros(1, dtype=torch.int64)], max_rows=max_slots, name=name)
 
+    @override
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return, for every new ID, whether the ID reaches ``k`` occurrences with this update, bool [N].
-
-        Args:
-            keys: new IDs' keys, ascending, int64 [N].
-            counts: occurrences per ID in this update, int64 [N].
-            step: unused.
-        """
+        """Return, for every new ID, whether the ID reaches ``k`` occurrences with this update, bool [N]."""
         return self._present_counts(keys) + counts >= self._k
 
+    @override
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
         """Add the occurrences in an update to the waiting IDs' counts, and remove the admitted IDs' counters.
 
         So an admitted ID that is evicted later starts again from 0.
-
-        Args:
-            keys: new IDs' keys, ascending, int64 [N].
-            counts: occurrences per ID in this update, int64 [N].
-            admitted: whether each ID is admitted, bool [N].
         """
         # Admitted IDs had a counter only if they occurred in an earlier update.
         is_counted = self._slots.find(keys) >= 0
@@ -190,26 +181,16 @@ class CountMinSketch(AdmissionCounts):
         self._first = rows[0]
         self._cells = torch.zeros((rows[1] - rows[0]) * num_cells, dtype=torch.uint8)
 
+    @override
     def admits(self, keys: Tensor, counts: Tensor, step: int) -> Tensor:
-        """Return, for every new ID, whether all cells of the ID reach ``k`` with this update, bool [N].
-
-        Args:
-            keys: new IDs' keys, ascending, int64 [N].
-            counts: occurrences per ID in this update, int64 [N].
-            step: unused.
-        """
+        """Return, for every new ID, whether all cells of the ID reach ``k`` with this update, bool [N]."""
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         # The minimum over the cells is the estimate with the least contribution from other IDs.
         return (self._cells[cells_NC].long() + new_NC).amin(1) >= self._k
 
+    @override
     def count(self, keys: Tensor, counts: Tensor, admitted: Tensor) -> None:
-        """Add the occurrences in an update to the IDs' cells. A cell stops at 255.
-
-        Args:
-            keys: new IDs' keys, ascending, int64 [N].
-            counts: occurrences per ID in this update, int64 [N].
-            admitted: unused, because other IDs share the cells of an admitted ID.
-        """
+        """Add the occurrences in an update to the IDs' cells. A cell stops at 255."""
         cells_NC, new_NC = self._cells_and_counts(keys, counts)
         # Several IDs may write the same cell: all write the same sum, because ``new_NC`` has totals per cell.
         self._cells[cells_NC] = (self._cells[cells_NC].long() + new_NC).clamp_(max=_MAX_CELL).byte()

@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from meshrec.ops.index import (
     AssignedSlots,
@@ -461,15 +462,11 @@ class HashedRows(ExternalRows):
     def encode(self, values: Tensor) -> Tensor:
         return self.row_format.encode(values)
 
+    @override
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
     ) -> HashedTable:
         """Create an empty table for a rectangle.
-
-        Args:
-            rectangle: key and column intervals.
-            spec: optimizer; None: no optimizer state.
-            device: module device, CPU or ``meta``. The rows are on the CPU in both cases.
 
         Raises:
             ValueError: the device is a GPU.
