@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
 
-def default_sharders() -> list[Sharder]:
-    """Return one sharder per type of embedding module, without an optimizer."""
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
-
-
 class DistributedModelParallel(nn.Module):
     """Model with embedding tables sharded over ranks, and a data-parallel dense part.
 
@@ -96,7 +91,8 @@ class DistributedModelParallel(nn.Module):
         self._device = first if device is None else torch.device(device)
         # Used by ``init_data_parallel``, which may run later.
         self._dense, self._dense_options = dense, dict(dense_options or {})
-        sharders = default_sharders() if sharders is None else sharders
+        if sharders is None:
+            sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
         embedding_modules = _embedding_modules(module, sharders)
         # Replaced by ``reshard``.
         self._plan = self._checked_plan(plan, module, embedding_modules, sharders)

@@ -93,7 +93,8 @@ class Snapshot:
         Raises:
             CheckpointError: no child has reported.
         """
-        prctl = _prctl()
+        # Looked up before the fork, because the lookup takes locks. None: the system lacks prctl(2).
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
         parent = os.getpid()
         # The child inherits the buffers, and would write their content a second time.
         sys.stdout.flush()
@@ -286,11 +287,3 @@ class _InlineExecutor(Executor):
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
-
-
-def _prctl() -> Any:
-    """Return the function prctl(2), or None if the system lacks it.
-
-    The lookup takes locks, so it must happen before the fork.
-    """
-    return getattr(ctypes.CDLL(None), "prctl", None)

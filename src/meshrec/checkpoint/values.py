@@ -93,7 +93,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return frozenset(items)
     if not all(isinstance(item, list) and len(item) == 2 for item in items):
         raise ValueError(f"{mark} holds something other than pairs")
-    pairs = {_hashable_key(key): item for key, item in items}
+    pairs = {tuple(key) if isinstance(key, list) else key: item for key, item in items}
     return Counter(pairs) if mark == "__counter__" else pairs
 
 
@@ -117,11 +117,6 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tens
             [encoded_key, encode(item, f"{name}.{decode(encoded_key, key_tensors.__getitem__)}", tensors)]
         )
     return {"__counter__" if counter else "__items__": pairs}
-
-
-def _hashable_key(key: Any) -> Any:
-    """Convert a decoded key to a hashable value."""
-    return tuple(key) if isinstance(key, list) else key
 
 
 def _to_builtin(value: Any) -> Any:

@@ -49,7 +49,9 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
     return PrimitiveConstructorSpec(
         nargs=inner.nargs,
         metavar=inner.metavar if choices is None else f"{{{','.join(choices)}}}",
-        instance_from_str=lambda words: None if _is_none(words) else inner.instance_from_str(words),
+        instance_from_str=lambda words: (
+            None if [word.lower() for word in words] == [_NONE] else inner.instance_from_str(words)
+        ),
         is_instance=lambda value: value is None or inner.is_instance(value),
         str_from_instance=lambda value: [_NONE] if value is None else inner.str_from_instance(value),
         choices=choices,
@@ -95,7 +97,9 @@ def _python_only_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] 
     An option of such a type refuses every value. Return None for all other types, to which the rule does not
     apply.
     """
-    if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
+    # Features, and other dataclasses with a JSON format.
+    is_features = dataclasses.is_dataclass(info.type) and hasattr(info.type, "from_json")
+    if info.type is not Any and not _is_frame(info.type) and not is_features:
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -115,19 +119,9 @@ def _is_frame(kind: Any) -> bool:
     return hasattr(kind, "__arrow_c_stream__") or of.startswith(("pandas.", "datasets."))
 
 
-def _is_features(kind: Any) -> bool:
-    """Return whether a type is `Features`, or another dataclass with a JSON format."""
-    return dataclasses.is_dataclass(kind) and hasattr(kind, "from_json")
-
-
 def _refuse_value(words: Sequence[str]) -> Any:
     """Raise ValueError, because the option's value can only be created in Python."""
     raise ValueError(f"{words[0]!r}: an option cannot hold such a value. Set it in the recipe's file.")
-
-
-def _is_none(words: Sequence[str]) -> bool:
-    """Return whether there is a single word, ``none``, in upper or lower case."""
-    return [word.lower() for word in words] == [_NONE]
 
 
 def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str | None = None) -> Any:

@@ -163,7 +163,10 @@ def _slurm(options: SlurmOptions, train_arguments: Sequence[str]) -> int:
         out=options.out,
         save_seconds=options.save_seconds,
         max_requeues=options.max_requeues,
-        sbatch={key: value if equals else None for key, equals, value in map(_split_option, options.sbatch)},
+        sbatch={
+            key: value if equals else None
+            for key, equals, value in (word.removeprefix("--").partition("=") for word in options.sbatch)
+        },
         environment=_variables(options.env),
     )
     text = script(job)
@@ -213,11 +216,6 @@ def _print_yaml(*manifests: object) -> None:
     """Print manifests as YAML documents."""
     yaml = needs("yaml", "cli")
     print(yaml.safe_dump_all(manifests, sort_keys=False), end="")
-
-
-def _split_option(word: str) -> tuple[str, str, str]:
-    """Split ``--NAME=VALUE`` or ``NAME`` into name, equals sign and value."""
-    return word.removeprefix("--").partition("=")
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:

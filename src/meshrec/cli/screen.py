@@ -312,17 +312,11 @@ def _tables_of_rank(report: PlanReport, rank: int) -> str:
             continue
         part = sum(rows * columns for _, _, rows, columns, _ in held)
         share = part / (table.num_embeddings * table.embedding_dim)
-        shares.append(
-            table.name if share == 1 else f"{table.name} ({share:.0%}, {_format_type(table.sharding_type)})"
-        )
+        kind = table.sharding_type.replace("_shard", "").replace("_", "-")  # such as "row-wise"
+        shares.append(table.name if share == 1 else f"{table.name} ({share:.0%}, {kind})")
     return ", ".join(shares[:_MAX_NAMES]) + (
         f" and {len(shares) - _MAX_NAMES} more" if len(shares) > _MAX_NAMES else ""
     )
-
-
-def _format_type(kind: str) -> str:
-    """Return a sharding type's name for users, such as "row-wise"."""
-    return kind.replace("_shard", "").replace("_", "-")
 
 
 def _format_metrics(quality: Line, columns: Iterable[str]) -> list[str]:

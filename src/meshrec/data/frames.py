@@ -157,7 +157,9 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
             codec = codec_of(path)
             text = source if codec is None else pa.CompressedInputStream(source, codec)
             if is_json(path):
-                return _read_json(text, types)
+                # Strings with times become times, unless ``types`` has a type.
+                options = pa_json.ParseOptions(explicit_schema=pa.schema(types.items()))
+                return pa_json.read_json(text, parse_options=options)
             return pa_csv.read_csv(
                 text,
                 read_options=pa_csv.ReadOptions(encoding=dialect.encoding),
@@ -206,13 +208,6 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
     except (pa.ArrowException, OSError) as error:
         format = "JSON lines" if is_json(path) else "CSV"
         raise DataError(f"{path} cannot be read as {format}: {error}. Repair the file.") from error
-
-
-def _read_json(source: Any, types: Mapping[str, Any]) -> "pa.Table":
-    """Read text with a JSON object per line. Strings with times become times, unless ``types`` has a type."""
-    return pa_json.read_json(
-        source, parse_options=pa_json.ParseOptions(explicit_schema=pa.schema(types.items()))
-    )
 
 
 def _check_header(path: File, names: list[str]) -> None:

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -205,13 +206,11 @@ def _expand_path(location: str | Path, patterns: Sequence[str]) -> list[File]:
     matches = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(location)))]
     files: list[Path] = []
     for match in matches:
-        is_folder = match.is_dir()
-        files += _match_first_pattern(_files_in(match), _name_of, patterns) if is_folder else [match]
+        if match.is_dir():
+            files += _match_first_pattern(_files_in(match), attrgetter("name"), patterns)
+        else:
+            files.append(match)
     return [*files]
-
-
-def _name_of(path: Path) -> str:
-    return path.name
 
 
 def _files_in(folder: Path) -> list[Path]:

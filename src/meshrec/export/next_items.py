@@ -62,11 +62,6 @@ class NextItemQuery(nn.Module):
         return self.model.query_vectors(sparse, check=False)
 
     @property
-    def reads_times(self) -> bool:
-        """Whether the model reads the times of items in the history, in addition to the items."""
-        return self.model.features.times is not None
-
-    @property
     def encoder(self) -> EncoderSpec | None:
         """Model architecture, from which Python rebuilds the model; None without KV cache support."""
         return self._encoder

@@ -136,7 +136,9 @@ def export(
         "shared": sorted(shared),
         "rows": {feature: num for feature, num in rows_of(model).items() if feature in features},
         "weights": [record._asdict() for record in records],
-        "quantised": _quantized_types(model),
+        "quantised": {
+            name: str(config.data_type) for name, config in _named_configs(model) if config.data_type.bits
+        },
         "rounding": rounding,
         "about": dict(about or {}),
     }
@@ -356,11 +358,6 @@ def _hashed_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
     return formulas
 
 
-def _quantized_types(model: nn.Module) -> dict[str, str]:
-    """Return the `DataType` name of every quantized table, such as ``INT8``, by weight name."""
-    return {name: str(config.data_type) for name, config in _named_configs(model) if config.data_type.bits}
-
-
 def _named_configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
     """Yield the weight name and the config of every table."""
     for path, child in model.named_modules():
@@ -450,7 +447,12 @@ def write_manifest_and_signature(
         manifest: manifest fields which describe the model. Fields about the machine are added here.
         key: private key to sign with; None: no signature.
     """
-    built_with = {"format": FORMAT, "torch": _torch_version(), "isa": isa(), "operators": operators()}
+    built_with = {
+        "format": FORMAT,
+        "torch": torch.__version__.split("+")[0],
+        "isa": isa(),
+        "operators": operators(),
+    }
     manifest = {**manifest, **built_with}
     # The manifest lists the layout's SHA-256, the digests cover the manifest, and the signature covers both.
     (parts / LAYOUT).write_text(layout_of(manifest))
@@ -460,8 +462,3 @@ def write_manifest_and_signature(
     write_digests(parts, sha256s=files)
     if key is not None:
         sign_package(parts, key)
-
-
-def _torch_version() -> str:
-    """Return the torch version without the build suffix, such as "2.13.0"."""
-    return torch.__version__.split("+")[0]

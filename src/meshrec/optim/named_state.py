@@ -6,7 +6,7 @@ names, and stay keyed by name.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -46,16 +46,11 @@ class NamedGroup(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         # torch assigns the positions of the group's parameters while it converts the state dict.
         if key == "params":
-            value = _by_name(value, self._names)
+            value = [self._names[param] if isinstance(param, int) else param for param in value]
         super().__setitem__(key, value)
 
     def __reduce__(self) -> Any:
         return _plain(self)
-
-
-def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
-    """Return a list in which ints (positions) are replaced by names. Strings stay as they are."""
-    return [names[param] if isinstance(param, int) else param for param in params]
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:

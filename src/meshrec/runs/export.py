@@ -154,18 +154,16 @@ def _trained_names(trained: nn.Module, exported: nn.Module) -> dict[str, Any]:
         weights missing from the package. Empty if all names are equal.
     """
     # The same tensor object in both models is the same weight.
-    names, weights = ({id(t): name for name, t in _named_tensors(model)} for model in (trained, exported))
+    names, weights = (
+        {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        for model in (trained, exported)
+    )
     if set(names.values()) == set(weights.values()):
         return {}
     return {
         "trained_names": {name: names[key] for key, name in weights.items() if key in names},
         "left_out": sorted(name for key, name in names.items() if key not in weights),
     }
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a model's parameters and buffers as pairs (name, tensor)."""
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 class _PackageParts(NamedTuple):
@@ -213,7 +211,7 @@ def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Da
         *requests_of_histories(
             vocabulary_of(fitted, ITEM),
             history=recipe.data.history,
-            times=query.reads_times,
+            times=model.features.times is not None,
         )
     )
     ids_I = torch.from_numpy(catalog.ids)

@@ -199,7 +199,11 @@ class _MetricLines:
         kind = str(line.get("kind"))
         if kind == "alarm":
             self.alarms.append(line)
-        self.last[kind] = {name: value for name, value in line.items() if _is_shown(name)}
+        self.last[kind] = {
+            name: value
+            for name, value in line.items()
+            if name in _FIELDS or name.partition("@")[0] in (*METRICS, "samples")
+        }
         curves = {name: _rounded(value) for name, value in line.items() if _is_curve(name)}
         self._thinned.setdefault(kind, _ThinnedLines()).add(curves)
 
@@ -260,11 +264,6 @@ class _ScoringServer:
                 self._answer = {"error": str(error) or type(error).__name__}
             self._next = time.monotonic() + _SERVER_SECONDS
         return self._answer
-
-
-def _is_shown(name: str) -> bool:
-    """Return whether the page shows an entry of a metrics line."""
-    return name in _FIELDS or name.partition("@")[0] in (*METRICS, "samples")
 
 
 def _is_curve(name: str) -> bool:

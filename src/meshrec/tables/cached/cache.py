@@ -176,11 +176,6 @@ class RowCache:
             self.pins[self.released.popleft()] -= 1
         return ((self.pins > 0) & (self.keys >= 0)).nonzero()[:, 0]
 
-    @property
-    def num_pinned(self) -> int:
-        """Number of slots that batches in flight use."""
-        return int((self.pins > 0).sum())
-
 
 class RowsInFlight(Pin):
     """Pin that keeps the cache slots used by a batch from getting other rows.

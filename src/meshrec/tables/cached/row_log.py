@@ -85,15 +85,6 @@ class RowLog:
             )
         self._num_rows += len(slots)
 
-    def append_rows(self, keys: Tensor, rows: Sequence[Tensor]) -> None:
-        """Append rows to the log.
-
-        Args:
-            keys: row keys, int64 [N].
-            rows: one tensor with N rows per row part.
-        """
-        self.append(keys, rows, torch.arange(len(keys)))
-
     def contains(self, keys: Tensor) -> Tensor:
         """Return whether the log has a row under each key, bool [N]."""
         return self._entries(keys) >= 0

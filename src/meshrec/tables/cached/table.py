@@ -240,7 +240,7 @@ class FileTable:
             for some in keys.split(self._rows_per_block) if self._logs else ():
                 rows = self.rows_at(some)
                 for log in self._logs:
-                    log.append_rows(some, rows)
+                    log.append(some, rows, torch.arange(len(some)))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the row parts by name, as ``StreamedPart`` tensors, which read values on demand."""
@@ -399,9 +399,10 @@ class FileTable:
         # May evict: from here on, slots found earlier may hold other rows, except the pinned ones.
         misses = self._cache.admit(missing)
         if misses is None:
+            num_pinned = int((self._cache.pins > 0).sum())
             raise ValueError(
                 f"{self._name}: a batch needs {len(missing):,} rows that are not in memory, and of "
-                f"{len(self._cache.keys):,} rows in the cache {self._cache.num_pinned:,} are in use by "
+                f"{len(self._cache.keys):,} rows in the cache {num_pinned:,} are in use by "
                 "batches in flight. Give FileRows more cache_rows or cache_bytes, or use smaller batches."
             )
         if len(misses.old_keys):
