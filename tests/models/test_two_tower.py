@@ -5,7 +5,7 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.models import BruteForceIndex, TowerRanking, TwoTower, TwoTowerTrain, in_batch_softmax
+from meshrec.models import BruteForceIndex, ItemFrequency, TowerRanking, TwoTower, in_batch_losses
 from meshrec.models.trends import TrendScores
 from meshrec.optim import SGD
 from meshrec.testing import assert_equal_to_unsharded
@@ -53,22 +53,18 @@ def test_the_softmax_is_over_the_items_of_the_batch():
     query, item = torch.rand(5, 3), torch.rand(5, 3)
     logits = query @ item.T / 0.5
     expected = -torch.log_softmax(logits, 1).diagonal()
-    assert torch.allclose(in_batch_softmax(query, item, temperature=0.5), expected.mean())
-    weights = torch.tensor([1.0, 0, 0, 2, 0])
-    weighted = in_batch_softmax(query, item, temperature=0.5, weights_B=weights)
-    assert torch.allclose(weighted, (expected[0] + 2 * expected[3]) / 3)
-    assert in_batch_softmax(query, item, weights_B=0 * weights) == 0
+    assert torch.allclose(in_batch_losses(query, item, temperature=0.5), expected)
 
 
 def test_the_same_item_again_is_no_wrong_answer():
     query, item = torch.rand(3, 4), torch.rand(3, 4)
     item[2] = item[0]
-    found = in_batch_softmax(query, item, temperature=1.0, item_ids_B=torch.tensor([5, 6, 5]))
+    losses = in_batch_losses(query, item, temperature=1.0, item_ids_I=torch.tensor([5, 6, 5]))
     logits = query @ item.T
     first = -torch.log_softmax(logits[0, [0, 1]], 0)[0]
     middle = -torch.log_softmax(logits[1], 0)[1]
     last = -torch.log_softmax(logits[2, [1, 2]], 0)[1]
-    assert torch.allclose(found, (first + middle + last) / 3)
+    assert torch.allclose(losses, torch.stack([first, middle, last]))
 
 
 def test_log_q_makes_the_sampled_softmax_that_of_all_items():
@@ -81,34 +77,48 @@ def test_log_q_makes_the_sampled_softmax_that_of_all_items():
     partition = products.exp().mean()
     assert torch.allclose(partition, (query @ catalogue.T).exp().sum(), rtol=0.03)
     ids = torch.tensor([0, 3, 5])
-    corrected = in_batch_softmax(
-        query.expand(3, 4), catalogue[ids], temperature=1.0, log_q_B=q.log()[ids], weights_B=torch.eye(3)[0]
-    )
+    corrected = in_batch_losses(query, catalogue[ids], temperature=1.0, log_q_I=q.log()[ids])
     expected = -torch.log_softmax((query @ catalogue[ids].T).squeeze() - q.log()[ids], 0)[0]
     assert torch.allclose(corrected, expected)
 
 
+class InBatchTraining(torch.nn.Module):
+    """Loss of the clicks in a batch, with or without a correction, and the query vectors."""
+
+    def __init__(self, model, num_items=NUM_ITEMS, *, corrected=False, temperature=0.05):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.frequency = ItemFrequency(num_items) if corrected else None
+
+    def forward(self, batch):
+        query, item = self.model(batch.dense_features, batch.sparse_features)
+        ids = batch.sparse_features["item"].values().long()
+        log_q = None if self.frequency is None else self.frequency(ids)
+        losses = in_batch_losses(query, item, temperature=self.temperature, item_ids_I=ids, log_q_I=log_q)
+        return (losses * batch.labels).sum() / batch.labels.sum(), query
+
+
 def test_it_learns_who_likes_what():
     model = make_model()
-    train = TwoTowerTrain(model, "item", log_q=torch.full((NUM_ITEMS,), 1 / NUM_ITEMS).log())
+    train = InBatchTraining(model)
     optimizer = torch.optim.Adam(train.parameters(), lr=0.02)
     batch = Batch(1)
     for _ in range(60):
         optimizer.zero_grad()
-        loss, outputs = train(batch)
+        loss, query = train(batch)
         loss.backward()
         optimizer.step()
-    assert outputs.loss < 0.1
+    assert loss < 0.1
     everything = KeyedJaggedTensor(["item"], torch.arange(NUM_ITEMS), lengths=torch.ones(NUM_ITEMS).long())
     index = BruteForceIndex(model.embed_items(everything))
-    found = index.search(outputs.query, 1).ids_QK[:, 0]
+    found = index.search(query, 1).ids_QK[:, 0]
     liked = batch.labels > 0
     in_batch = torch.isin(found, batch.sparse_features["item"].values())
     own = found == batch.sparse_features["item"].values()
     assert (own | ~in_batch)[liked].all()
 
 
-def test_by_default_the_correction_makes_up_for_popularity():
+def test_the_correction_makes_up_for_popularity():
     # Each user has clicked items of one kind; half of all clicks, of either kind, are of one popular item.
     torch.manual_seed(0)
     users, items, batch_size = 40, 60, 64
@@ -121,10 +131,10 @@ def test_by_default_the_correction_makes_up_for_popularity():
         EmbeddingBagConfig(name="item", num_embeddings=items, embedding_dim=8, feature_names=["item"]),
     ]
     ranks = {}
-    for log_q in ("estimated", None):
+    for corrected in (True, False):
         torch.manual_seed(1)
         model = TwoTower(EmbeddingBagCollection(tables=tables), ["user"], ["item"], [16, 8])
-        train = TwoTowerTrain(model, "item", log_q=log_q, temperature=0.2)
+        train = InBatchTraining(model, items, corrected=corrected, temperature=0.2)
         optimizer = torch.optim.Adam(train.parameters(), lr=0.02)
         for _ in range(150):
             user = torch.randint(0, users, (batch_size,))
@@ -144,15 +154,8 @@ def test_by_default_the_correction_makes_up_for_popularity():
         every_item = KeyedJaggedTensor(["item"], torch.arange(items), lengths=torch.ones(items).long())
         every_user = KeyedJaggedTensor(["user"], torch.arange(users), lengths=torch.ones(users).long())
         products = model.embed_queries(torch.empty(users, 0), every_user) @ model.embed_items(every_item).T
-        ranks[log_q] = (products > products[:, :1]).sum(1).float().mean()
-    assert ranks["estimated"] < 1 < ranks[None]
-
-
-def test_the_correction_is_one_of_three():
-    with pytest.raises(ValueError, match="estimated"):
-        TwoTowerTrain(make_model(), "item", log_q="guessed")
-    with pytest.raises(ValueError, match="'movie'"):
-        TwoTowerTrain(make_model(), "movie")
+        ranks[corrected] = (products > products[:, :1]).sum(1).float().mean()
+    assert ranks[True] < 1 < ranks[False]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -185,7 +188,7 @@ def test_compiles_without_a_graph_break():
 
 
 def make_train():
-    return TwoTowerTrain(make_model(), "item", log_q=None)  # the estimate is of the first rank
+    return InBatchTraining(make_model())
 
 
 def check_sharded():

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
         TowerVectors,
         TwoTower,
         TwoTowerClicks,
-        TwoTowerTrain,
-        in_batch_softmax,
+        in_batch_losses,
     )
     from meshrec.models.wide_deep import WideDeep
 
@@ -88,10 +87,9 @@ __all__ = [
     "TowerVectors",
     "TwoTower",
     "TwoTowerClicks",
-    "TwoTowerTrain",
     "WideDeep",
     "evaluate_targets",
-    "in_batch_softmax",
+    "in_batch_losses",
     "sampled_softmax",
     "top_items",
 ]

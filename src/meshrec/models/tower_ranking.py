@@ -19,8 +19,11 @@ from meshrec.sparse import KeyedJaggedTensor
 class TowerRanking(nn.Module):
     """Two-tower model for the trainer: an in-batch loss in training, and ranks among all items in evaluation.
 
-    The training loss compares a sample's target with the targets in all samples of the step, on all ranks. It
-    is corrected for item frequency, as in `TwoTowerTrain`.
+    The training loss compares a sample's target with the targets in all samples of the step, on all ranks.
+
+    Frequent items are also frequent among these targets. Without a correction, the model learns to avoid
+    popular items, and retrieves worse than a list with the most popular items. The loss is therefore
+    corrected for item frequency, with shares estimated from the steps.
 
     Args:
         two_tower: The towers.

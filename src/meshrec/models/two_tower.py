@@ -5,13 +5,12 @@ See Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item re
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.models.dlrm import ClickBatch, OverArch
-from meshrec.models.item_frequency import ItemFrequency
+from meshrec.models.dlrm import OverArch
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.ops.scores.top_k import top_k
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
@@ -24,17 +23,6 @@ class TowerVectors(NamedTuple):
 
     query_BV: Tensor
     item_BV: Tensor
-
-
-class RetrievalOutputs(NamedTuple):
-    """Detached values for metrics, from `TwoTowerTrain`."""
-
-    loss: Tensor
-    """Mean loss, a scalar."""
-    query: Tensor
-    """Query vectors, [B, V]."""
-    item: Tensor
-    """Item vectors, [B, V]."""
 
 
 class TowerArch(nn.Module):
@@ -190,41 +178,6 @@ class TwoTowerClicks(nn.Module):
         return (vectors.query_BV * vectors.item_BV).sum(1) / self.temperature
 
 
-def in_batch_softmax(
-    query_BV: Tensor,
-    item_BV: Tensor,
-    *,
-    temperature: float = 0.05,
-    item_ids_B: Tensor | None = None,
-    log_q_B: Tensor | None = None,
-    weights_B: Tensor | None = None,
-) -> Tensor:
-    """Return the in-batch softmax loss: a query's item should score higher than all other items in the batch.
-
-    The loss per query is the softmax cross-entropy with the query's item as the class, and all items in the
-    batch as the classes.
-
-    Args:
-        query_BV: Query vectors.
-        item_BV: Item vectors; item b belongs to query b.
-        temperature: Number by which dot products are divided.
-        item_ids_B: Item IDs. If given, the query's item is masked where it occurs again as a negative.
-        log_q_B: Logarithm of the item's sampling probability. It is subtracted from the logits, because
-            frequent items are negatives more often. None: no correction.
-        weights_B: Query weights; with labels as weights, only clicks count. None: equal weights.
-
-    Returns:
-        The weighted mean over queries; 0 if all weights are 0.
-    """
-    losses = in_batch_losses(
-        query_BV, item_BV, temperature=temperature, item_ids_I=item_ids_B, log_q_I=log_q_B
-    )
-    if weights_B is None:
-        return losses.mean()
-    # The clamp avoids 0 / 0 in batches without clicks.
-    return (losses * weights_B).sum() / weights_B.sum().clamp(min=1e-12)
-
-
 def in_batch_losses(
     query_BV: Tensor,
     item_IV: Tensor,
@@ -234,16 +187,18 @@ def in_batch_losses(
     log_q_I: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return the softmax loss per query, [B]. There may be more items than queries.
+    """Return the in-batch softmax loss per query, [B]: its item should score higher than all other items.
 
-    Otherwise, the loss is that of `in_batch_softmax`, before the mean over queries.
+    The loss is the softmax cross-entropy with the query's item as the class, and all items as the classes.
 
     Args:
         query_BV: Query vectors.
-        item_IV: Item vectors. Item ``first + b`` belongs to query b; other items are only negatives.
+        item_IV: Item vectors. Item ``first + b`` belongs to query b; other items are only negatives. There
+            may be more items than queries.
         temperature: Number by which dot products are divided.
         item_ids_I: Item IDs. If given, the query's item is masked where it occurs again as a negative.
-        log_q_I: Logarithm of the item's sampling probability; None: no correction.
+        log_q_I: Logarithm of the item's sampling probability. It is subtracted from the logits, because
+            frequent items are negatives more often. None: no correction; see `ItemFrequency`.
         first: Index of the first query's item in ``item_IV``.
     """
     products_BI = query_BV @ item_IV.T / temperature
@@ -257,94 +212,6 @@ def in_batch_losses(
         repeated_BI = repeated_BI.scatter(1, target_B[:, None], False)
         products_BI = products_BI.masked_fill(repeated_BI, float("-inf"))
     return nn.functional.cross_entropy(products_BI, target_B, reduction="none")
-
-
-class TwoTowerTrain(nn.Module):
-    """Wrapper for a two-tower model that returns the loss from `in_batch_softmax`, for a training loop.
-
-    Samples are weighted by their labels, so only clicks are learned; the items in all samples are negatives.
-
-    Frequent items are also frequent among the negatives in a batch. Without a correction, the model learns to
-    avoid popular items, and retrieves worse than a list with the most popular items. The correction for item
-    frequency is therefore the default, with shares estimated from the batches on rank 0.
-
-    Args:
-        two_tower: Model with an ``embedding_bag_collection``, which returns `TowerVectors`.
-        item_feature: Feature with the item ID, a single ID per sample.
-        temperature: Number by which dot products are divided.
-        log_q: Logarithm of the share of samples with an item, for the correction. "estimated": the shares are
-            estimated by `ItemFrequency`. A tensor [items]: known logarithms, by item ID. None: no correction,
-            for batches in which popular items are not more frequent than others.
-
-    Raises:
-        ValueError: No table reads the item feature, or ``log_q`` is invalid.
-    """
-
-    def __init__(
-        self,
-        two_tower: nn.Module,
-        item_feature: str,
-        temperature: float = 0.05,
-        log_q: Tensor | Literal["estimated"] | None = "estimated",
-    ) -> None:
-        super().__init__()
-        self.model = two_tower
-        self._item_feature = item_feature
-        self._temperature = temperature
-        given = log_q if isinstance(log_q, Tensor) else None
-        if given is None and log_q not in ("estimated", None):
-            raise ValueError(f'log_q must be "estimated", a tensor or None, got {log_q!r}.')
-        # Not persistent: given by the caller again when the model is rebuilt.
-        self.register_buffer("log_q", given, persistent=False)
-        self.frequency: ItemFrequency | None = None
-        if log_q == "estimated" and given is None:
-            self.frequency = ItemFrequency(_num_items(two_tower, item_feature))
-
-    def forward(self, batch: ClickBatch) -> tuple[Tensor, RetrievalOutputs]:
-        """Return the loss, and detached values for metrics."""
-        query, item = self.model(batch.dense_features, batch.sparse_features)
-        ids = batch.sparse_features[self._item_feature].values().long()
-        # Labels serve as weights, so only clicked items are positives.
-        loss = in_batch_softmax(
-            query,
-            item,
-            temperature=self._temperature,
-            item_ids_B=ids,
-            log_q_B=self._log_q(ids),
-            weights_B=batch.labels.float(),
-        )
-        return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
-
-    def _log_q(self, ids_B: Tensor) -> Tensor | None:
-        """Return the log sampling probability per item in the batch, [B], for the logQ correction.
-
-        Returns None if the correction is off.
-        """
-        if self.frequency is not None:
-            log_q: Tensor = self.frequency(ids_B)
-            return log_q
-        # Given by the caller: known shares by item ID, or None.
-        log_shares = self.log_q
-        return None if log_shares is None else log_shares[ids_B]  # type: ignore[index]
-
-
-def _num_items(two_tower: nn.Module, item_feature: str) -> int:
-    """Return how many rows the item feature's table has.
-
-    Raises:
-        ValueError: The item feature has no table.
-    """
-    tables = [
-        config
-        for config in two_tower.embedding_bag_collection.embedding_bag_configs()  # type: ignore[union-attr, operator]
-        if item_feature in config.feature_names
-    ]
-    if not tables:
-        raise ValueError(
-            f"no table has the item feature {item_feature!r}, by which items are counted. Name a feature of "
-            "the model, or give log_q."
-        )
-    return int(tables[0].num_embeddings)
 
 
 class Retrieved(NamedTuple):
