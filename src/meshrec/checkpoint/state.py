@@ -581,9 +581,6 @@ def _select_common(
 
     Returns:
         The common tensors, and a function to call once they have been filled.
-
-    Raises:
-        ValueError: the module and the checkpoint have no tensor in common.
     """
     common = {name: tensor for name, tensor in targets.items() if name in saved}
     if not common and is_only_source:
@@ -618,9 +615,6 @@ def _restorer(
 
     Args:
         buffers: memory for the value's tensors, by checkpoint name.
-
-    Raises:
-        ValueError: the item is a plain value, and the state is not mutable.
     """
 
     def finish() -> None:
@@ -642,11 +636,7 @@ def _restorer(
 
 
 def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
-    """Return the encoded content of a state entry in the checkpoint.
-
-    Raises:
-        ValueError: the checkpoint lacks the entry, or has it with another kind.
-    """
+    """Return the encoded content of a state entry in the checkpoint."""
     if entry not in manifest.values:
         raise ValueError(
             f"the checkpoint has no entry {entry!r}; it has {list(manifest.values)}. Leave the entry out of "

@@ -128,11 +128,7 @@ _PACKAGE_OPTIONS = ("quantised", "shared", "vectors", "torchscript", "sign", "re
 
 
 def _write_onnx(options: ExportOptions) -> int:
-    """Write the run's model as an ONNX file.
-
-    Raises:
-        ValueError: an option is for packages only, or ONNX cannot represent the model.
-    """
+    """Write the run's model as an ONNX file."""
     if given := [f"--{name.replace('_', '-')}" for name in _PACKAGE_OPTIONS if getattr(options, name)]:
         raise ValueError(f"{given[0]} is for packages, and --format is onnx. Leave one of them out.")
     run = options.folder()

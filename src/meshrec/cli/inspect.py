@@ -169,11 +169,7 @@ def _has_lightgbm() -> bool:
 
 
 def _log_columns(options: InspectOptions) -> LogColumns | None:
-    """Return the log columns given by the options, or None if the data is a table with a label instead.
-
-    Raises:
-        ValueError: a log column is missing, or options contradict each other.
-    """
+    """Return the log columns given by the options, or None if the data is a table with a label instead."""
     given = [f"--{name.replace('_', '-')}" for name in _LOG_OPTIONS if getattr(options, name)]
     if options.label is not None and not given:
         return None
@@ -279,11 +275,7 @@ def _with_times(table: "pa.Table", column: str | None, time_format: str | None) 
 
 
 def _read_csvs(files: "Sequence[File]", form: CsvFormat) -> Iterator["pa.Table"]:
-    """Read CSV files, and yield a table per file.
-
-    Raises:
-        DataError: a file has other columns than the first one, or bytes that are not UTF-8.
-    """
+    """Read CSV files, and yield a table per file."""
     import pyarrow as pa
 
     from meshrec.data.faults import DataError

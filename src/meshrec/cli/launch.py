@@ -219,11 +219,7 @@ def _print_yaml(*manifests: object) -> None:
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` words to environment variables.
-
-    Raises:
-        UsageError: a word has another form.
-    """
+    """Parse ``NAME=VALUE`` words to environment variables."""
     variables = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -82,11 +82,7 @@ def print_data_plan(
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    """Parse ``NAME=COUNT`` words, such as ``rows=1e9``.
-
-    Raises:
-        ValueError: a name is unknown or repeated, or a count is not a positive number.
-    """
+    """Parse ``NAME=COUNT`` words, such as ``rows=1e9``."""
     counts: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -110,11 +106,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _given(counts: dict[str, Any]) -> DataSize:
-    """Return the size that all given counts describe.
-
-    Raises:
-        ValueError: rows are missing, or counts of a log and of a table are mixed.
-    """
+    """Return the size that all given counts describe."""
     if "rows" not in counts:
         raise ValueError("--data: rows=COUNT is missing. Give the rows of the log or table, or a SOURCE.")
     log, table = ("users", "items"), ("values", "text_values")
@@ -129,11 +121,7 @@ def _given(counts: dict[str, Any]) -> DataSize:
 
 
 def _of_source(source: Path, counts: dict[str, Any]) -> DataSize:
-    """Return the size of a recipe's or run's data, except for counts that the caller gives.
-
-    Raises:
-        ValueError: a given count does not exist for this data.
-    """
+    """Return the size of a recipe's or run's data, except for counts that the caller gives."""
     if "width" in counts:
         raise ValueError(f"--data width={counts['width']}: {source} has its widths. Leave it out.")
     folder = run_or_path(source)

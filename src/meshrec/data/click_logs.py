@@ -84,11 +84,7 @@ def with_histories(log: LogTable, label: str, history: int, faults: Faults) -> p
 
 
 def _label_values(name: str, column: Any, label: str) -> "np.typing.NDArray[np.float64]":
-    """Return the label column as float64, 0 for null and NaN.
-
-    Raises:
-        DataError: the values are not numbers.
-    """
+    """Return the label column as float64, 0 for null and NaN."""
     try:
         # Null becomes NaN in the conversion, and then 0.
         values: np.typing.NDArray[np.float64] = np.nan_to_num(

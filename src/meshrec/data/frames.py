@@ -146,9 +146,6 @@ def _read_csv(path: File, types: Mapping[str, Any], fixed: Collection[str], form
 
     Args:
         fixed: columns that stay numeric. Other numeric columns become text if a number has leading zeros.
-
-    Raises:
-        DataError: the file cannot be read.
     """
 
     def read(types: Mapping[str, Any]) -> Any:

@@ -350,9 +350,6 @@ def _encode_block(
 
     Args:
         record: record of the piece, updated in place; see `_encode_piece`.
-
-    Raises:
-        DataError: a time cannot be parsed, or times with and without a zone are mixed.
     """
     columns = log.columns
 

@@ -274,11 +274,7 @@ def _arrow_type(name: str) -> Any:
 
 
 def _value_of_text(text: str, kind: str | None) -> Any:
-    """Convert a string to a value of a kind. None: a number if possible.
-
-    Raises:
-        ValueError: the string cannot be converted.
-    """
+    """Convert a string to a value of a kind. None: a number if possible."""
     if kind in ("text", "time"):
         return text
     if kind is not None and kind.startswith("list"):

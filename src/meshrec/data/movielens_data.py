@@ -463,11 +463,7 @@ def ratings_before(users: Ints, times: Ints) -> Past:
 
 
 def _parts(split: Split, data: Ratings) -> Parts:
-    """Return the `Part` per rating for a split, int8 [N].
-
-    Raises:
-        ValueError: the split needs a column that ratings do not have.
-    """
+    """Return the `Part` per rating for a split, int8 [N]."""
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
     # The name of the time column is known.
     name = "time" if split.by == "time" else split.column

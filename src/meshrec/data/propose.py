@@ -250,11 +250,7 @@ def _label_warnings(profile: Profile, label: Label) -> list[str]:
 
 
 def _time(column: Column) -> ColumnChoice:
-    """Return the choice for the column that orders the rows: role "time", no features.
-
-    Raises:
-        ValueError: values are not times, or are missing.
-    """
+    """Return the choice for the column that orders the rows: role "time", no features."""
     if column.kind not in ("time", "integer", "number"):
         raise ValueError(
             f"--time {column.name}: the column holds {column.kind}, such as {column.examples[:1]}, and times "

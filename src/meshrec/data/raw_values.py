@@ -229,9 +229,6 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample_name: Callable[[in
     Args:
         kind: the column's Arrow type. Integers may get a wider type.
         sample_name: function mapping the index of a value to the name of its sample, for messages.
-
-    Raises:
-        DataError: a value has another kind, or does not fit the type.
     """
     from meshrec.data.features.values import array_of, kind_of
 

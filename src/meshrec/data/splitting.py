@@ -201,9 +201,6 @@ class Split:
         Args:
             starts: row number of the first row, per block.
             sizes: row count per block.
-
-        Raises:
-            DataError: the column has nulls, or values that are neither numbers nor times.
         """
         # Without a column, the rows are in time order, so a row number serves as the time.
         if self.column is None:

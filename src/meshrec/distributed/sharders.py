@@ -113,9 +113,6 @@ class _Sharder(Generic[M, S]):
             plan: the module's plan.
             env: the ranks; None: all ranks in the default process group.
             device: device for this rank's tables; None: the process group's device.
-
-        Raises:
-            TypeError: this sharder does not shard modules of this type.
         """
         if not isinstance(module, self.module_type):
             raise TypeError(
@@ -179,11 +176,7 @@ class EmbeddingCollectionSharder(_Sharder[EmbeddingCollection, ShardedEmbeddingC
 
 
 def _env_and_device(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
-    """Return the ranks and the device to use, with defaults for None.
-
-    Raises:
-        ValueError: the process group or the ranks cannot use the device.
-    """
+    """Return the ranks and the device to use, with defaults for None."""
     env = default_env() if env is None else env
     # The device which takes the input.
     needed = env.devices[0] if env.devices else group_device(env.world.group)
@@ -210,11 +203,7 @@ def _check_update(update: UpdateMode | None) -> UpdateMode | None:
 
 
 def _optimizer_spec(fused_params: FusedParams) -> OptimizerSpec | None:
-    """Return the optimizer spec for the argument ``fused_params``; None for None.
-
-    Raises:
-        ValueError: ``fused_params`` does not name an optimizer.
-    """
+    """Return the optimizer spec for the argument ``fused_params``; None for None."""
     if fused_params is None or isinstance(fused_params, OptimizerSpec):
         return fused_params
     arguments = dict(fused_params)

@@ -142,9 +142,6 @@ def _opened_below(folder: Path, name: str) -> Iterator[int]:
     Args:
         folder: the folder.
         name: path relative to the folder; empty for the folder itself.
-
-    Raises:
-        NotADirectoryError: the name leads through a link, out of the folder, or to a file.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -312,9 +312,6 @@ def _check_manifest(parsed: Any) -> None:
 def _check_weights(records: Sequence[Any]) -> list[str]:
     """Check that weight records are valid and contiguous, as `export` writes them, and return the weight
     names.
-
-    Raises:
-        DamageError: a record is invalid, or does not start at the aligned end of the previous weight.
     """
     names, end = [], 0
     for record in records:

@@ -311,12 +311,7 @@ def _check_arguments(
     shared: Sequence[str],
     raw: RawValues | None,
 ) -> None:
-    """Check arguments of `export` against the weights and the inputs of the model.
-
-    Raises:
-        ValueError: a weight dtype is not supported, ``shared`` names an unknown input or all inputs, or
-            ``raw`` gives other features or dense columns than the model reads.
-    """
+    """Check arguments of `export` against the weights and the inputs of the model."""
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(
@@ -380,9 +375,6 @@ def _export_program(
 
     Args:
         growing: for every weight, whether the row count may change later.
-
-    Raises:
-        ValueError: torch.export does not support the model.
     """
     try:
         return export_program(program, weights, features, num_dense, shared, growing=growing)

@@ -305,11 +305,7 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """Check ``group``, and return the number of shared rows R.
-
-        Raises:
-            ValueError: the group has an invalid shape or dtype, or names a row that was not given.
-        """
+        """Check ``group``, and return the number of shared rows R."""
         # Any shared feature will do, because `_check` compares the number of rows of the others with it.
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:

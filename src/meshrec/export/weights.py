@@ -147,11 +147,7 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _tensor(memory: Tensor, record: WeightRecord, path: Path) -> Tensor:
-    """Return a tensor as a view of the bytes at the record's position.
-
-    Raises:
-        PackageError: the file is too short, or the shape is invalid.
-    """
+    """Return a tensor as a view of the bytes at the record's position."""
     end = record.offset + record.num_bytes
     if end > len(memory):
         raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")

@@ -378,9 +378,6 @@ class HistoryModel(nn.Module):
 
         For a causal model, they are all IDs in ``items``. For a masked model, they are randomly selected
         history items, and the next item.
-
-        Raises:
-            ValueError: A sample has more targets than history items plus one.
         """
         counts_B, lengths_B = items.lengths(), history.lengths()
         sample_T = sample_indices(items)
@@ -493,9 +490,6 @@ class HistoryModel(nn.Module):
         Args:
             lengths: History lengths, [B]. These may be only the first samples of the batch; the result then
                 has the timestamps of only these samples.
-
-        Raises:
-            ValueError: A history is too long, or has more or fewer timestamps than items.
         """
         # Read sizes from shapes: `len` would make them constants in an exported program.
         times = None
@@ -614,11 +608,7 @@ def _bucket_sizes(lengths: list[int]) -> list[int]:
 
 
 def _shared_table(collection: EmbeddingCollection, features: HistoryFeatures) -> EmbeddingConfig:
-    """Return the configuration for the table that both ``history`` and ``item`` read.
-
-    Raises:
-        ValueError: No table, or more than one, has both features.
-    """
+    """Return the configuration for the table that both ``history`` and ``item`` read."""
     history, item = features.history, features.item
     tables = [
         config for config in collection.embedding_configs() if {history, item} <= {*config.feature_names}

@@ -206,10 +206,6 @@ class HSTURanker(nn.Module):
         """Check user attributes and histories, and return the number of tokens before the candidates, [B].
 
         A sample that pads the last batch has neither attributes nor a history, and so no tokens.
-
-        Raises:
-            ValueError: A sample does not have exactly one ID per user attribute, the history features differ
-                in length, or the history is too long.
         """
         lengths_B = rows_by_feature[self.features.history[0]].lengths().long()
         context_B = torch.ones_like(lengths_B)
@@ -253,11 +249,7 @@ class HSTURanker(nn.Module):
         return tokens
 
     def _candidate_tokens(self, rows_by_feature: dict[str, JaggedTensor]) -> tuple[Tensor, Tensor]:
-        """Return the input vectors for candidates, [M, E], and the number of candidates per sample, [B].
-
-        Raises:
-            ValueError: A sample has too many candidates, or their features differ in number.
-        """
+        """Return the input vectors for candidates, [M, E], and the number of candidates per sample, [B]."""
         targets_B = rows_by_feature[self.features.candidates[0]].lengths().long()
         _check_lengths(rows_by_feature, dict.fromkeys(self.features.candidates, targets_B))
         if len(targets_B) and int(targets_B.max()) > self._max_candidates:
@@ -278,9 +270,6 @@ class HSTURanker(nn.Module):
 
         Args:
             targets_B: Candidates per sample; None: timestamps only for the tokens before the candidates.
-
-        Raises:
-            ValueError: A sample has more or fewer timestamps than history items and candidates.
         """
         if self.features.times is None:
             return None
@@ -309,11 +298,7 @@ class HSTURanker(nn.Module):
 
 
 def _feature_widths(embedding_collection: EmbeddingCollection, features: RankerFeatures) -> dict[str, int]:
-    """Check that all features have tables, and return the width of their table rows, by feature.
-
-    Raises:
-        ValueError: A feature has no table, or history and candidates differ in width.
-    """
+    """Check that all features have tables, and return the width of their table rows, by feature."""
     widths = {
         feature: config.embedding_dim
         for config in embedding_collection.embedding_configs()

@@ -179,11 +179,7 @@ class BaseEmbeddingConfig:
             raise ValueError(f"table {self.name!r}: features {repeated} are given twice. Name each once.")
 
     def _max_rows(self, keys: Hashed) -> int:
-        """Return the maximum number of rows of a hashed table.
-
-        Raises:
-            ValueError: ``keys`` is invalid, or ``num_embeddings`` contradicts it.
-        """
+        """Return the maximum number of rows of a hashed table."""
         if not isinstance(keys, Hashed):
             raise ValueError(f"table {self.name!r}: keys must be meshrec.Hashed(...) or None, got {keys!r}.")
         if not isinstance(self.embedding_dim, int) or self.embedding_dim < 1:

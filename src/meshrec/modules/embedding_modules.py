@@ -218,9 +218,6 @@ class TableCollection(nn.Module, ABC):
 
         For most tables this is the weight parameter. A hashed table's weight parameter is an empty
         placeholder, so the kernels read the table's row memory instead.
-
-        Raises:
-            ValueError: A hashed table would receive gradients without a fused optimizer.
         """
         if not hashed:
             return weights
@@ -242,9 +239,6 @@ class TableCollection(nn.Module, ABC):
         Args:
             fn: Moves or casts a tensor.
             recurse: Whether to change submodules, too.
-
-        Raises:
-            ValueError: The module is fused, or a table cannot be moved or cast.
         """
         before = self._weights()
         # Optimizer state lies outside the module, where _apply does not reach.

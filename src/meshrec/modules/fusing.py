@@ -98,9 +98,6 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
 
     Args:
         optimizer: Spec for tables which ``apply_optimizer_in_backward`` has not marked, or None.
-
-    Raises:
-        ValueError: The collection is already fused or on ``meta``, or a table is quantized.
     """
     owner = f"the module at {path!r}" if path else "the module"
     if child.is_fused:

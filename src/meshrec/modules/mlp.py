@@ -105,11 +105,7 @@ class MLP(nn.Module):
 
 
 def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
-    """Return the activation function for a layer.
-
-    Raises:
-        ValueError: The name is unknown, or the factory does not return a module.
-    """
+    """Return the activation function for a layer."""
     if isinstance(activation, str):
         if activation == _SWISH:
             return SwishLayerNorm(size, device=device)

@@ -93,9 +93,6 @@ def _translate(
 
     Args:
         defaults: torch's default per argument.
-
-    Raises:
-        ValueError: An argument without a spec field differs from torch's default.
     """
     fields = inspect.signature(translation.spec).parameters
     arguments = dict(translation.fixed)
@@ -114,11 +111,7 @@ def _translate(
 
 
 def _from_spec(spec: type[OptimizerSpec], kwargs: Mapping[str, Any]) -> OptimizerSpec:
-    """Build a spec from a spec class, and arguments which may have TorchRec's or FBGEMM's names.
-
-    Raises:
-        ValueError: An argument is unknown or given twice, or the learning rate is missing.
-    """
+    """Build a spec from a spec class, and arguments which may have TorchRec's or FBGEMM's names."""
     fields = inspect.signature(spec).parameters
     arguments: dict[str, Any] = {}
     for key, value in _merge_betas(spec, kwargs).items():

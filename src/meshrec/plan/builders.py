@@ -271,11 +271,7 @@ def _column_bands(size: TableSize, owners: Sequence[int]) -> list[tuple[int, int
 
 
 def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
-    """Return the ranks of a node, from node * local_size up to (node + 1) * local_size - 1.
-
-    Raises:
-        ValueError: The node does not exist.
-    """
+    """Return the ranks of a node, from node * local_size up to (node + 1) * local_size - 1."""
     # construct_module_sharding_plan has checked that local_size divides world_size.
     num_nodes = world.world_size // world.local_size
     if node is None or not 0 <= node < num_nodes:
@@ -302,9 +298,6 @@ def _shard_bands(
 
     Args:
         bands: (first column, end column, owner ranks) of every column band.
-
-    Raises:
-        ValueError: A rank does not exist.
     """
     shards = []
     for c0, c1, owners in bands:

@@ -114,9 +114,6 @@ def _hashed_blocks(
     Yields:
         IDs, int64 [n], and the rows of these IDs, [n, D], block by block. Within a block, both are sorted by
             key (the hash of the ID).
-
-    Raises:
-        ValueError: the checkpoint lacks the table, or the saved table has too many rows or another width.
     """
     record, prefix = manifest.tensors.get(name), name.removesuffix("weight")
     if record is None or len(record.shape) != 2 or not _is_within(record.shape, storage):

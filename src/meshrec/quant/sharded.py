@@ -348,11 +348,7 @@ def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
 
 
 def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding) -> None:
-    """Check that "search" is not requested for a table split by columns: a rank would need whole rows.
-
-    Raises:
-        ValueError: "search" is requested for such a table.
-    """
+    """Check that "search" is not requested for a table split by columns: a rank would need whole rows."""
     for table, is_cut in zip(module.built.routing.tables, _cut_by_columns(module.built.routing), strict=True):
         if is_cut and rounding == "search" and types[table.name].bits:
             raise ValueError(

@@ -121,9 +121,6 @@ def _encode_by_frequency(
         is the value number of every sample, int64 [B]. The list has at most ``_MAX_SLICES + 1`` values, which
         is 1 more than the caller shows, so the caller knows whether some values are not shown. The numbers
         are not limited.
-
-    Raises:
-        ValueError: the column contains lists or structs.
     """
     import pyarrow as pa
 

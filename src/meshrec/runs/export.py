@@ -191,9 +191,6 @@ def _package_parts(model: nn.Module, recipe: Recipe, run: RunFolder, dataset: Da
 
     A next-item model is reduced to the part that computes query vectors from histories, and the package gets
     the catalog of items to recommend. Any other model is exported as a whole.
-
-    Raises:
-        ValueError: a next-item model was not trained on a log.
     """
     if isinstance(model, TowerRanking) and isinstance(recipe.data, LogSource):
         return _tower_parts(model, recipe.data, run)
@@ -367,9 +364,6 @@ def _load_quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Mo
 
     Returns:
         The loaded model, and the checkpoint's entry ``quantised``; see ``quantised_about``.
-
-    Raises:
-        ValueError: the checkpoint belongs to another run.
     """
     state: dict[str, Any] = {"quantised": {}}
     load(checkpoint, state)

@@ -238,9 +238,6 @@ def _read_users(path: Any, name: str, logged: pa.Array) -> pa.Array:
 
     Args:
         logged: users in the log. The values read must have the same kind, such as integer or string.
-
-    Raises:
-        DataError: the column is empty, a user is missing, or the values have another kind.
     """
     # Read with the type in the log, because users are compared with those in the log.
     kind = kind_of(logged.type)
@@ -326,11 +323,7 @@ def similar_items(
 
 
 def _as_type(items: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Cast items to the Arrow type of the items in the training data.
-
-    Raises:
-        DataError: a value cannot be cast.
-    """
+    """Cast items to the Arrow type of the items in the training data."""
     try:
         return items.cast(kind)
     except pa.ArrowException as error:

@@ -149,11 +149,7 @@ def load_trained_model(run: RunFolder, *, step: int | None = None, last: bool = 
 
 
 def _with_on_error(source: DataSource, on_error: "OnError | None") -> DataSource:
-    """Return a copy of a data source with another ``on_error`` option, or the source itself for None.
-
-    Raises:
-        ValueError: the source has no such option.
-    """
+    """Return a copy of a data source with another ``on_error`` option, or the source itself for None."""
     if on_error is None:
         return source
     if not hasattr(source, "on_error"):

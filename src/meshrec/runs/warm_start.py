@@ -114,11 +114,7 @@ def _compare_features(
 
 
 def _check_positions(model: nn.Module, features: Mapping[str, Any], earlier: RunFolder) -> None:
-    """Check that weights that belong to an input by its position still belong to the same input.
-
-    Raises:
-        ValueError: inputs were reordered, or boosted trees read other inputs.
-    """
+    """Check that weights that belong to an input by its position still belong to the same input."""
     for kind, (before, now) in features["inputs"].items():
         common = [name for name in now if name in before]
         if common != [name for name in before if name in now]:

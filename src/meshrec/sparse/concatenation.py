@@ -67,9 +67,6 @@ def _common_strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[in
     Inputs without variable strides must share a single stride (bag count per key), which is returned as
     ``stride``. If all inputs have variable strides, ``stride_per_key_per_rank`` is the concatenation of their
     lists. It has an entry per key: the key's bag count on every source rank.
-
-    Raises:
-        ValueError: The strides differ, or only some inputs have variable strides.
     """
     # Mixing would need a stride per key for inputs that store a single one, and hides errors.
     variable = kjts[0].variable_stride_per_key()

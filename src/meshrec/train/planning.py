@@ -98,9 +98,6 @@ def _check_wire_formats(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedSha
     """Check that a saved plan was made for the recipe's wire formats, and return the plan unchanged.
 
     A wire format is the encoding of rows and gradients that ranks send, such as fp16.
-
-    Raises:
-        ValueError: the plan was made for other wire formats.
     """
     # With AUTO, the formats in the plan were chosen when it was made, so any formats are accepted.
     if recipe.placement.wire == AUTO:

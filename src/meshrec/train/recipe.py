@@ -629,9 +629,6 @@ def _check_label_loss(features: "Features", loss: Loss) -> None:
 
     A class label needs the loss `Softmax` with the same classes. A query label must follow one other label,
     and needs the loss `Ranking`. Both losses are for these labels only.
-
-    Raises:
-        ValueError: the loss does not fit the labels.
     """
     labels = features.labels
     classes = labels[0].classes if labels and labels[0].kind == "class" else ()

@@ -368,11 +368,7 @@ def make_folder(path: Path) -> bool:
 
 
 def _check_unused(path: Path) -> None:
-    """Check that an existing folder may be used for a new run, and mark it.
-
-    Raises:
-        ValueError: the folder has files, other than those of a start that ended before the first step.
-    """
+    """Check that an existing folder may be used for a new run, and mark it."""
     # Without a mark, names like those of a run's files prove nothing: they may be the user's own files.
     started = run_marks(path)
     ours = {run_mark.path.name for run_mark in started}

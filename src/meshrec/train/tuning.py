@@ -323,10 +323,6 @@ def _train_trial(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optun
 
     Returns:
         Best validation metric on rank 0; 0 on other ranks.
-
-    Raises:
-        optuna.TrialPruned: the trial lags behind others. Raised on rank 0 only.
-        ValueError: the recipe has no validation data. Raised on rank 0 only.
     """
     search = needs("optuna", "tune")
     best: list[float] = []

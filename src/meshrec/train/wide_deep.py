@@ -129,6 +129,7 @@ class WideDeepConfig(ModelConfig):
         """Fit linear weights and trees on rank 0, and load them into the model on all ranks. Collective.
 
         Does nothing unless ``fit_wide`` is set. See `ModelConfig.start`.
+
         Raises:
             ValueError: the loss is not `BinaryCrossEntropy`, or weight decay on tables would change the row
                 scores on which trees split.

@@ -207,9 +207,6 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> cor
             table: ignored.
             size: table shape.
             ranks: world shape.
-
-        Raises:
-            ValueError: the sizes do not add up to the embedding dimension.
         """
         if sum(sizes) != size.embedding_dim:
             raise ValueError(

@@ -104,6 +104,7 @@ class RowRegions(StoredRows):
 
     def write_initial(self, regions: Iterable[int]) -> None:
         """Write initial values to all rows of some regions.
+
         Raises:
             RowFileError: the disk is full, or fails.
         """

@@ -392,9 +392,6 @@ class FileTable:
 
         Returns:
             The missing keys and the assigned slots. The caller must still read the rows into these slots.
-
-        Raises:
-            ValueError: the cache is too small, because batches in flight pin too many slots.
         """
         # May evict: from here on, slots found earlier may hold other rows, except the pinned ones.
         misses = self._cache.admit(missing)

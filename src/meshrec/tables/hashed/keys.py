@@ -287,6 +287,7 @@ class Score(Eviction):
 
     def scores(self, rows: RowsToJudge, clock: Clock) -> Tensor:
         """Call the function, and map its values to int64 scores [N] with the same order.
+
         Raises:
             ValueError: the function does not return one value per row, or returns NaN.
         """
