@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from meshrec.metrics.classes import class_metrics
     from meshrec.metrics.curves import auc_interval, binary_curves, effective_sizes, score_histograms
     from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
-    from meshrec.metrics.metric_set import MetricSet
+    from meshrec.metrics.metric_set import MetricSet, MetricValues
     from meshrec.metrics.named import METRICS, leading_metric, leading_text, metric_of, metric_title, quality
     from meshrec.metrics.queries import query_metrics
     from meshrec.metrics.regression import regression_metrics
     from meshrec.metrics.retrieval import rank_intervals, rank_metrics
     from meshrec.metrics.sliding import SlidingMetrics
-    from meshrec.metrics.windowed import MetricValues
 
 __all__ = [
     "METRICS",

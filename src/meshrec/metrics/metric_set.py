@@ -11,7 +11,6 @@ from torch import Tensor
 from meshrec.metrics.areas import auc_from_ties, average_precision, none_if_nan, valid_click_labels
 from meshrec.metrics.binary import BinarySums, binary_sums, metrics_from_sums
 from meshrec.metrics.gathering import check_values, drop_unweighted, stack_columns
-from meshrec.metrics.windowed import MetricValues, WindowedSum
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -24,6 +23,15 @@ _MAX_LOGIT = 16.0
 _MAX_PENDING = 1 << 16
 # How far float32 rounding can move a probability outside [0, 1].
 _TOLERANCE = 1e-6
+
+
+class MetricValues(NamedTuple):
+    """Result of ``MetricSet.compute``: metric values by name, for the last window and for the whole run."""
+
+    window: dict[str, float]
+    """Metrics over the samples since the previous ``compute``."""
+    lifetime: dict[str, float]
+    """Metrics over all samples in the run."""
 
 
 class _ExtraMetric(NamedTuple):
@@ -40,7 +48,9 @@ class MetricSet:
 
     `compute` returns every metric twice: for the samples since the previous `compute` (the window), and for
     the whole run (lifetime). `update` only stores tensors. After 65,536 samples, or in `compute`, they are
-    added to sums.
+    added to this rank's sums, and `compute` adds up the sums of all ranks in one all-reduce. The saved state
+    is equal on all ranks, and a run with another number of ranks can load it. Metrics in torchmetrics instead
+    save a state per rank, and need three collectives per state.
 
     AUC is approximate: it is computed from logit histograms, in which a positive and a negative sample in the
     same bin count as a tie. The error is at most half the share of such pairs, about 1e-5 for logits between
@@ -79,8 +89,11 @@ class MetricSet:
             raise ValueError(f"num_bins must be >= 2, got {num_bins}.")
         self._num_bins = num_bins
         self._auprc = auprc
-        # The BinarySums fields, then the positive and the negative histogram.
-        self._sums = WindowedSum(NUM_SUMS + 2 * num_bins, torch.device(device), group)
+        self._group = group
+        # The BinarySums fields, then the positive and the negative histogram, float64: this rank's sums since
+        # the last `compute`, and the sums over all ranks until then.
+        self._window = torch.zeros(NUM_SUMS + 2 * num_bins, dtype=torch.float64, device=device)
+        self._lifetime = torch.zeros_like(self._window)
         # Logits, labels and weights [3, n] per update, and their total sample count; emptied by _flush().
         self._pending: list[Tensor] = []
         self._num_pending = 0
@@ -139,7 +152,13 @@ class MetricSet:
         """
         # Samples that were added and not summed yet.
         self._flush()
-        computed = MetricValues(*(self._metrics(totals) for totals in self._sums.take()))
+        window, self._window = self._window, torch.zeros_like(self._window)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(window, group=self._group)
+        self._lifetime += window
+        computed = MetricValues(
+            *(click_metrics(sums, self._num_bins, auprc=self._auprc) for sums in (window, self._lifetime))
+        )
         for name, extra in self._extra.items():
             for metrics, metric in zip(computed, extra, strict=True):
                 if metrics:
@@ -152,7 +171,7 @@ class MetricSet:
 
         Call `compute` first, to include the last samples. The state of ``extra`` metrics is not included.
         """
-        return self._sums.state_dict()
+        return {"lifetime": self._lifetime.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums for the whole run, on any number of ranks, and drop the samples in the window.
@@ -163,28 +182,30 @@ class MetricSet:
         Raises:
             ValueError: the state has a different ``num_bins``.
         """
-        self._pending, self._num_pending = [], 0
         sums = state["lifetime"]
         if sums.numel() == NUM_SUMS - 1 + 2 * self._num_bins:  # saved before there was a sum of negatives
             old, bins = sums[: NUM_SUMS - 1], sums[NUM_SUMS - 1 :]
             sums = torch.cat([old, old[:1] - old[1:2], bins])
-        self._sums.load_state_dict({**state, "lifetime": sums})
+        if sums.shape != self._lifetime.shape:
+            raise ValueError(
+                f"the saved metrics have {sums.numel()} sums, these have {self._lifetime.numel()}. Use the "
+                f"num_bins they were saved with: these have {self._num_bins}."
+            )
+        self._lifetime.copy_(sums)
+        # Checkpoints have no window, which belongs to the process that saved it.
+        self._window.zero_()
+        self._pending, self._num_pending = [], 0
 
     def _flush(self) -> None:
         """Add the pending samples to the sums of the window."""
         if not self._num_pending:
             return
-        window = self._sums.window
-        logits, labels, weights = torch.cat(self._pending, dim=1).to(window.device)
+        logits, labels, weights = torch.cat(self._pending, dim=1).to(self._window.device)
         self._pending, self._num_pending = [], 0
-        window += click_sums(logits, labels, weights, self._num_bins)
+        self._window += click_sums(logits, labels, weights, self._num_bins)
         for extra in self._extra.values():
             for metric in extra:
                 metric.update(torch.sigmoid(logits), labels.long())
-
-    def _metrics(self, totals: Tensor) -> dict[str, float]:
-        """Compute metrics from sums over all ranks, in the layout of ``self._sums``."""
-        return click_metrics(totals, self._num_bins, auprc=self._auprc)
 
 
 def click_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor, num_bins: int) -> Tensor:
