@@ -127,10 +127,7 @@ def async_save(
     ends.
 
     Args:
-        path: see `save`.
-        state: see `save`.
-        step: see `save`.
-        group: see `save`.
+        path, state, step, group: see `save`.
         after: function to call on rank 0 once the checkpoint is complete. It is called in another thread.
         store: folder in an object store, to which the files are uploaded. ``path`` is then this rank's
             scratch folder; see [Note: how a checkpoint reaches a store] in ``stored.py``.
@@ -301,8 +298,7 @@ class PendingSave:
 
     Args:
         job: the save, whose writer processes are running.
-        after: see `async_save`.
-        store: see `async_save`.
+        after, store: see `async_save`.
     """
 
     def __init__(

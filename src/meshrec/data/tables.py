@@ -160,10 +160,7 @@ def table_dataset(
         split: as for `meshrec.data.parquet`.
         schema: features encoding the rows, fitted where required.
         name: display name.
-        seed: as for `meshrec.data.parquet`.
-        on_error: as for `meshrec.data.parquet`.
-        window: as for `meshrec.data.parquet`.
-        lanes: as for `meshrec.data.parquet`.
+        seed, on_error, window, lanes: as for `meshrec.data.parquet`.
 
     Raises:
         DataError: damaged data; names the file, location and column.
@@ -219,8 +216,7 @@ def ordered_reader(
         data: paths or frames.
         schema: features encoding the rows, fitted where required.
         labelled: whether the data has labels, as needed for evaluation.
-        on_error: as for `meshrec.data.parquet`.
-        window: as for `meshrec.data.parquet`.
+        on_error, window: as for `meshrec.data.parquet`.
     """
     faults = Faults(on_error)
     source = open_source(data, schema if labelled else schema.unlabelled(), faults)

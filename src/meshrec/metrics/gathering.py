@@ -112,10 +112,7 @@ def normalize_samples(columns: Tensor, allowed: Tensor, rule: str, *, name: str 
     the arguments, the result and the errors.
 
     Args:
-        columns: see `drop_unweighted`.
-        allowed: see `drop_unweighted`.
-        rule: see `drop_unweighted`.
-        name: see `drop_unweighted`.
+        columns, allowed, rule, name: see `drop_unweighted`.
     """
     columns = drop_unweighted(columns, allowed, rule, name=name)
     if not columns.shape[1]:

@@ -105,11 +105,7 @@ def rank_intervals(
     """Compute bootstrap confidence intervals for `rank_metrics`, resampling the queries on this rank.
 
     Args:
-        losses: see `rank_metrics`.
-        ranks: see `rank_metrics`.
-        weights: see `rank_metrics`.
-        ties: see `rank_metrics`.
-        ks: see `rank_metrics`.
+        losses, ranks, weights, ties, ks: see `rank_metrics`.
         num: number of resamples.
         confidence: share of resamples inside the interval, such as 0.95.
         seed: random seed.

@@ -18,8 +18,7 @@ class GRU4Rec(HistoryModel):
     """Next-item model with gated recurrent units.
 
     Args:
-        embedding_collection: As in `HistoryModel`.
-        features: As in `HistoryModel`.
+        embedding_collection, features: As in `HistoryModel`.
         max_length: Maximum history length, in items.
         num_layers: Recurrent layers.
         hidden_dim: Width of the recurrent state; None: the embedding width.

@@ -21,8 +21,7 @@ class SASRec(HistoryModel):
     Position embeddings are counted from the end, so recent items have the same position in all histories.
 
     Args:
-        embedding_collection: As in `HistoryModel`.
-        features: As in `HistoryModel`.
+        embedding_collection, features: As in `HistoryModel`.
         max_length: Maximum history length, in items.
         num_blocks: Attention blocks.
         num_heads: Attention heads per block.

@@ -44,11 +44,7 @@ def quantize_checkpoint(
     Args:
         path: checkpoint, or run folder; see ``meshrec.checkpoint.find_checkpoint``.
         model: unsharded model, which is not changed. Tables may be on ``meta``; other modules must not be.
-        weights: see ``quantize``.
-        per_table: see ``quantize``.
-        output_dtype: see ``quantize``.
-        dense: see ``quantize``.
-        rounding: see ``quantize``.
+        weights, per_table, output_dtype, dense, rounding: see ``quantize``.
         entry: name under which the checkpoint has the model's state dict.
 
     Raises:

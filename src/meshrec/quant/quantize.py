@@ -88,8 +88,7 @@ def checked_types(
 
     Args:
         configs: configs of the original tables by module path.
-        weights: see ``quantize``.
-        per_table: see ``quantize``.
+        weights, per_table: see ``quantize``.
 
     Raises:
         ValueError: a table is already quantized, or see ``types_by_table``.

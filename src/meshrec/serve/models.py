@@ -62,8 +62,7 @@ class OpenOptions(NamedTuple):
     """Options for opening packages.
 
     Attributes:
-        verify: see `check_package`.
-        public_key: see `check_package`.
+        verify, public_key: see `check_package`.
         copy_weights: see `Predictor`.
         warm_up: samples to score before a model answers requests.
         keep_histories: see `ServerOptions`.

@@ -76,8 +76,7 @@ class StageValues:
     for every batch.
 
     Attributes:
-        inputs: see above.
-        exchange: see above.
+        inputs, exchange: see above.
         results: values computed here and returned by the model, with their autograd graph, by (value name,
             split index).
         input_gradients: gradients for batch values, by (value name, split index).

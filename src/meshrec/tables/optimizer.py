@@ -96,8 +96,7 @@ def rules_of(
 
     Args:
         specs: optimizer per table; None: ordinary gradients.
-        deferred: see ``UpdateRule``.
-        seed: see ``UpdateRule``.
+        deferred, seed: see ``UpdateRule``.
 
     Returns:
         A rule per table; None for ordinary gradients.

@@ -48,8 +48,7 @@ def assert_equal_to_unsharded(
         loss: Returns the loss on a rank, given the model output. The global loss is the mean over ranks.
         sharders: As for DistributedModelParallel. Tables without an attached optimizer use the sharder's.
             Tables with ``update="on_step"`` are updated after every backward pass.
-        env: As for DistributedModelParallel.
-        dense: As for DistributedModelParallel.
+        env, dense: As for DistributedModelParallel.
         dense_optimizer: Builds the optimizer for dense parameters and tables without a fused optimizer.
         rtol: Relative tolerance, as for `torch.isclose`.
         atol: Absolute tolerance.

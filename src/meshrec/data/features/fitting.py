@@ -85,11 +85,9 @@ def fit_on_ranks(
 
     Args:
         features: features to fit.
-        open_source: as for `fit_features`.
-        train: as for `fit_features`.
+        open_source, train: as for `fit_features`.
         axis: the ranks.
-        split: as for `fit_features`.
-        on_error: as for `fit_features`.
+        split, on_error: as for `fit_features`.
         tell: called with the share of this rank's rows that are read, from 0 to 1.
 
     Returns:

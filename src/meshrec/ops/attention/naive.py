@@ -76,12 +76,7 @@ def jagged_attention_grad(
         grad_MHV: gradient for the output.
         out_MHV: output of the forward pass.
         log_sums_MH: log-sum-exp from the forward pass.
-        query_MHQ: see ``jagged_attention``.
-        key_NHQ: see ``jagged_attention``.
-        value_NHV: see ``jagged_attention``.
-        offsets_B1: see ``jagged_attention``.
-        query_offsets_B1: see ``jagged_attention``.
-        options: see ``jagged_attention``.
+        query_MHQ, key_NHQ, value_NHV, offsets_B1, query_offsets_B1, options: see ``jagged_attention``.
     """
     settings = _Options(*options)
     biases = (settings.position_P, settings.time_T)

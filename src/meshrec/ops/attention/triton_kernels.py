@@ -235,9 +235,7 @@ def tile_bias_and_mask(
         is_row: mask for valid rows.
         times: query timestamps.
         column: key positions within the sample.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
+        CAUSAL, WINDOW, CONTEXTUAL: see `Mask`.
     """
     # Positive if the key is earlier than the query.
     apart = row[:, None] - column[None, :]
@@ -311,9 +309,7 @@ def key_blocks(
         end: end position.
         length: sample length.
         history: sample length without targets.
-        CAUSAL: see `Mask`.
-        WINDOW: see `Mask`.
-        CONTEXTUAL: see `Mask`.
+        CAUSAL, WINDOW, CONTEXTUAL: see `Mask`.
         BLOCK: tokens per block.
     """
     # Key positions [low, high) that the mask allows for these queries, apart from targets.

@@ -32,16 +32,8 @@ def wire_encode(
     """Encode rows like ``naive.wire_encode``, with a kernel launch per column.
 
     Args:
-        values: see ``naive.wire_encode``.
-        row_counts: see ``naive.wire_encode``.
-        first_columns: see ``naive.wire_encode``.
-        widths: see ``naive.wire_encode``.
-        formats: see ``naive.wire_encode``.
-        seeds: see ``naive.wire_encode``.
-        table_columns: see ``naive.wire_encode``.
-        first_keys: see ``naive.wire_encode``.
-        keys: see ``naive.wire_encode``.
-        step: see ``naive.wire_encode``.
+        values, row_counts, first_columns, widths, formats, seeds, table_columns: see ``naive.wire_encode``.
+        first_keys, keys, step: see ``naive.wire_encode``.
     """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
@@ -91,11 +83,7 @@ def wire_decode(
     """Decode rows like ``naive.wire_decode``, with a kernel launch per column.
 
     Args:
-        message: see ``naive.wire_decode``.
-        row_counts: see ``naive.wire_decode``.
-        first_columns: see ``naive.wire_decode``.
-        widths: see ``naive.wire_decode``.
-        formats: see ``naive.wire_decode``.
+        message, row_counts, first_columns, widths, formats: see ``naive.wire_decode``.
     """
     from meshrec.ops.dist import wire_triton_kernels as kernels
 
