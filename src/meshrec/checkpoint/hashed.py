@@ -266,10 +266,7 @@ def check_fits_fixed(target: FixedTarget, folder: Path, manifest: Manifest, pref
     In a fixed table, row i belongs to ID i.
 
     Args:
-        target: table to load.
-        folder: checkpoint folder.
-        manifest: checkpoint manifest.
-        prefix: prefix of the table's tensor names in the checkpoint.
+        target, folder, manifest, prefix: as for `load_hashed`.
 
     Raises:
         ValueError: the widths differ, or an ID in the checkpoint is outside the table.
@@ -300,11 +297,7 @@ def load_fixed(
     """Load a fixed table from a checkpoint in which the table is hashed: the row of ID i becomes row i.
 
     Args:
-        target: table to load.
-        folder: checkpoint folder.
-        manifest: checkpoint manifest.
-        prefix: prefix of the table's tensor names in the checkpoint.
-        slots: names of the optimizer state tensors in the checkpoint, by name in the optimizer.
+        target, folder, manifest, prefix, slots: as for `load_hashed`.
     """
     parts = {"weight": f"{prefix}weight"} | {s: n for s, n in slots.items() if n in manifest.tensors}
     num = manifest.tensors[parts["weight"]].shape[0]

@@ -100,14 +100,11 @@ def open_histories(
     See [Note: histories on disk]. The result equals that of `interactions` for the rows from `filter_log`.
 
     Args:
-        log: log files, and the options deciding which rows are valid.
-        folder: folder for the stages; created if missing.
-        faults: raises or skips when a row lacks a user, item or time.
+        log, folder, faults, memory: as for `fit_histories`.
         features: fitted features, from `fit_histories`.
         hashed: feature hashing items to keys, for a hashed item table. None: an item ID is the row in a table
             with fixed size.
         seed: seed that orders a user's simultaneous rows, if ``log.columns.ties`` is "shuffle".
-        memory: bytes to use while building, in addition to a few arrays per user and item.
 
     Returns:
         The interactions, and the user values by user number.

@@ -91,14 +91,10 @@ class IndexedSamples(ABC):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield this rank's batches for an epoch; see `Reader.batches`.
+        """Yield this rank's batches for an epoch.
 
         Args:
-            batch_size: samples per batch and rank.
-            position: start position.
-            rank: this rank.
-            world_size: rank count.
-            drop_last: whether to omit a last step with fewer than ``batch_size * world_size`` samples.
+            batch_size, position, rank, world_size, drop_last: see `Reader.batches`.
         """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)

@@ -185,10 +185,7 @@ def example_inputs(
     """Return example arguments with which torch.export traces a `Program`.
 
     Args:
-        weights: example weights, in the program's order.
-        num_dense: number of columns in the dense input.
-        features: feature names.
-        shared: features (or "dense") that samples share.
+        weights, num_dense, features, shared: as for `export_program`.
     """
     # All sizes differ, because torch.export takes equal sizes for the same dimension.
     batch, rows = 5, 3

@@ -32,10 +32,7 @@ def diagnose(
     sharding, fp16 weights, or more ranks.
 
     Args:
-        tables: tables to plan.
-        topology: machine to plan for.
-        batch_size: samples per rank.
-        constraints: constraints by table name.
+        tables, topology, batch_size, constraints: as for `optimize`.
     """
     # Without replication, every rank holds the smallest part of the tables.
     request = _Request(tables, replace(topology, replicate=(1,)), batch_size, constraints)

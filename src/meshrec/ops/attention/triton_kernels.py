@@ -115,11 +115,7 @@ def load_grads(grad, tokens, head, first, positions, inside, WIDTH: tl.constexpr
 
     Args:
         grad: output gradient.
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first query in the sample.
-        positions: query positions within the sample.
-        inside: mask for valid positions.
+        tokens, head, first, positions, inside: as for `load_queries`.
         WIDTH: padded value width.
     """
     width = tokens.value_width
@@ -147,11 +143,7 @@ def load_values(tokens, head, first, positions, inside, WIDTH: tl.constexpr):
     """Load values for a head, [BLOCK, WIDTH].
 
     Args:
-        tokens: `AttentionTokens`.
-        head: head number.
-        first: first token in the sample.
-        positions: token positions within the sample.
-        inside: mask for valid positions.
+        tokens, head, first, positions, inside: as for `load_keys`.
         WIDTH: padded value width.
     """
     rows = tokens.value + head * tokens.value_head

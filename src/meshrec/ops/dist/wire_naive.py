@@ -210,10 +210,7 @@ def wire_decode(
     """Decode a message from ``wire_encode`` into fp32 values, flat.
 
     Args:
-        row_counts: row count per block; [B].
-        first_columns: first column per block, followed by C; [B + 1].
-        widths: values per row and column; [C].
-        formats: format number per column, plus ``STOCHASTIC`` for stochastic rounding; [C].
+        row_counts, first_columns, widths, formats: as for ``wire_encode``.
     """
     blocks = list(block_ranges(row_counts, first_columns, widths, formats))
     size = sum((b.rows.stop - b.rows.start) * b.row_bytes for b in blocks)

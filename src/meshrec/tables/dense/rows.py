@@ -62,15 +62,12 @@ class DenseRows:
     def new_state(
         self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
     ) -> list[Tensor]:
-        # Quantised rows are read-only, and have no optimizer state.
         """Create initial optimizer state: per state slot an fp32 tensor, [num_rows] or [num_rows, dim].
 
         Args:
-            spec: optimizer; None: no optimizer state.
-            num_rows: row count.
-            dim: values per row.
-            device: memory device.
+            spec, num_rows, dim, device: see `RowStorage.new_state`.
         """
+        # Quantised rows are read-only, and have no optimizer state.
         assert spec is None or self.is_trainable
         # Huge pages where the system has them, as for the rows: kernels read state at random positions.
         return [
