@@ -146,6 +146,7 @@ class Follow(Stream):
         self._poll_seconds, self._broken_seconds = poll_seconds, broken_seconds
         self._extend = extend
 
+    @override
     def bursts(
         self,
         batch_size: int,
@@ -156,13 +157,7 @@ class Follow(Stream):
     ) -> Iterator[Burst]:
         """Yield the steps whose rows all exist, at most 64 at a time; see `Stream.bursts`.
 
-        Args:
-            batch_size: samples per batch and rank, including damaged rows.
-            position: a `FilePosition` as a dict: the first row to read, such as that of a checkpoint; None:
-                the first row of all.
-            axis: the ranks.
-            stop: called on rank 0 when there are not enough rows for a step. True ends the iterator on all
-                ranks.
+        ``position`` is a `FilePosition` as a dict.
 
         Raises:
             DataError: a row or file that this rank reads is damaged, or a file has changed or vanished.
