@@ -15,6 +15,7 @@ from meshrec.data import LabelJoin
 from meshrec.runs.removing import remove_run
 from meshrec.train.run_folder import RunFolder
 from tests.cli.test_follow import OFTEN, RECIPE, checksums, meshrec, undisturbed, until  # noqa: F401 - a fixture
+from tests.data.broker_servers import redis_server  # noqa: F401 - a fixture
 from tests.train.events import events
 
 OPTIONS = ("--time", "ts", "--key", "number", "--window-seconds", "60")
@@ -42,15 +43,34 @@ def as_seconds(table):
     return table.set_column(index, "ts", pa.array(table["ts"].to_numpy().astype(np.int64)))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_killed_run_ends_with_the_weights_of_a_run_on_joined_rows(meshrec, ranks, tmp_path, num_ranks):  # noqa: F811
+def add_to_redis(server, folder):
+    """Add the rows of a folder to two streams in turns, with IDs in the order of rows. Return the address."""
+    rows = pq.read_table(folder).to_pylist()
+    names = [f"{folder.name}{number}" for number in range(2)]
+    for first, name in enumerate(names):
+        server.add(name, rows[first::2], [f"{number + 1}-1" for number in range(first, len(rows), 2)])
+    return server.address(*names)
+
+
+@pytest.mark.parametrize(("num_ranks", "source"), [(1, "folder"), (2, "folder"), (1, "redis")])
+def test_a_killed_run_ends_with_the_weights_of_a_run_on_joined_rows(
+    meshrec,  # noqa: F811
+    ranks,
+    redis_server,  # noqa: F811
+    tmp_path,
+    num_ranks,
+    source,
+):
     num_rows, runs = write_streams(tmp_path), tmp_path / "runs"
+    shown, clicks = tmp_path / "shown", tmp_path / "clicks"
+    if source == "redis":
+        shown, clicks = add_to_redis(redis_server, shown), add_to_redis(redis_server, clicks)
     if num_ranks == 1:
         undisturbed(str(tmp_path / "joined"), runs)
     else:
         ranks(2).run(undisturbed, str(tmp_path / "joined"), runs)
     words = ("--stop-when-idle", "0.2", "--quiet", "--name", "killed")
-    sources = (RECIPE, tmp_path / "shown", "--actions", tmp_path / "clicks", *OPTIONS)
+    sources = (RECIPE, shown, "--actions", clicks, *OPTIONS)
     restarts = 1 if num_ranks == 1 else 0
     with ThreadPoolExecutor(1) as thread:  # where the launcher takes over no signals
         start = ("follow", *sources, *words, "--nproc", num_ranks, "--max-restarts", restarts, *OFTEN)
@@ -79,9 +99,10 @@ def test_a_killed_run_ends_with_the_weights_of_a_run_on_joined_rows(meshrec, ran
     ("words", "text"),
     [
         (("--key", "number"), "--actions"),
+        (("--on-full", "decide", "--clock-lag-seconds", "30"), "--clock-lag-seconds and --on-full"),
         (("--actions", "clicks", "--key", "number"), "--window-seconds"),
         (("--actions", "nowhere", *OPTIONS), "nowhere is not a folder"),
-        (("--actions", "redis://localhost/0?stream=a", *OPTIONS), "redis://localhost/0?stream=a"),
+        (("--actions", "redis://localhost/0?streams=a", *OPTIONS), "must name each stream once"),
         (("--actions", "clicks", *OPTIONS, "--negatives", "at_once"), "--loss.fake-negative-weighting"),
         (("--actions", "clicks", *OPTIONS, "--loss.fake-negative-weighting"), "at_window_end"),
         (("--actions", "clicks", *OPTIONS, "--allowed-lateness-seconds", "-1"), "allowed_lateness_seconds"),

@@ -136,3 +136,24 @@ def test_wrong_addresses_are_told(address, named):
 def test_an_unknown_option_is_told_at_the_first_use():
     with pytest.raises(ValueError, match=r"no\.such\.option"):
         KafkaBroker("kafka://host/topic?no.such.option=1").partitions()
+
+
+def test_the_end_of_partitions_is_that_of_now(kafka_cluster, open_broker, monkeypatch):  # noqa: F811
+    kafka_cluster.add("end", [{"n": n} for n in range(5)])
+    broker = open_broker("end")
+    names = ["end/0", "end/1"]
+    broker.seek(dict.fromkeys(names, broker.start))
+    assert not broker.at_end(names)
+    read(broker, names, 5)
+    assert broker.at_end(names)
+    kafka_cluster.add("end", [{"n": 5}])
+    assert not broker.at_end(names)
+    read(broker, names, 1)
+    assert broker.at_end(names)
+    monkeypatch.setattr(kafka_broker, "_LIST_SECONDS", 0.2)
+    kafka_cluster.pause()
+    try:
+        with pytest.raises(BrokerAwayError):
+            broker.at_end(names)
+    finally:
+        kafka_cluster.go_on()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from meshrec.cli.arguments import HELP, UsageError, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
@@ -22,14 +22,17 @@ from meshrec.cli.train import (
     with_data_folder,
 )
 from meshrec.comms.launchers import launched
+from meshrec.data.label_options import LabelOptions
 from meshrec.data.locations import HIDDEN, is_address
 from meshrec.runs.saved_recipe import restore_options
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.stream_options import StreamOptions
 
+_Part = TypeVar("_Part", StreamOptions, LabelOptions)
+
 
 @dataclass(frozen=True, kw_only=True)
-class FollowOptions(RunOptions, StreamOptions):
+class FollowOptions(RunOptions, StreamOptions, LabelOptions):
     """Train a recipe on a stream: on records that arrive while the model trains.
 
     SOURCE is a folder, or its address in a store, to which Parquet or Arrow files are added; or Redis streams
@@ -41,8 +44,9 @@ class FollowOptions(RunOptions, StreamOptions):
     """
 
     actions: str | None = None
-    """Folder of later actions, or its address in a store. SOURCE is then a folder of impressions without the
-    recipe's label: 1 if an action with the same --key comes within --window-seconds, else 0. Needs --time.
+    """Later actions: a folder, Redis streams or Kafka topics, as for SOURCE. SOURCE then has impressions
+    without the recipe's label: 1 if an action with the same --key comes within --window-seconds, else 0.
+    Needs --time.
     """
 
 
@@ -91,7 +95,8 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         recipe,
         stream=_find_source(source, resumed),
         actions=_find_actions(options.actions, resumed),
-        stream_options=StreamOptions(**_values(options)),
+        stream_options=_part(options, StreamOptions),
+        label_options=_part(options, LabelOptions),
     )
     if launched():
         return as_rank(job, quiet=options.quiet)
@@ -106,9 +111,9 @@ def _split(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]
     return name, source, [*arguments[len(named) :]]
 
 
-def _values(options: StreamOptions) -> dict[str, Any]:
-    """Return the options of the stream, without those of the command."""
-    return {field.name: getattr(options, field.name) for field in fields(StreamOptions)}
+def _part(options: FollowOptions, kind: type[_Part]) -> _Part:
+    """Return the options that a base class of the command's options has."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
 
 
 def _saved_options(run: RunFolder) -> FollowOptions:
@@ -117,13 +122,16 @@ def _saved_options(run: RunFolder) -> FollowOptions:
     Raises:
         ValueError: the run does not follow a stream.
     """
-    saved = read_config(run).get("stream_options")
-    if saved is None:
+    config = read_config(run)
+    if config.get("stream_options") is None:
         raise ValueError(
             f"{run.path} does not follow a stream, so it has no position in one. Start a new run from its "
             f"weights: `meshrec follow RECIPE SOURCE --from {run.path.name}`."
         )
-    return FollowOptions(**_values(restore_options(StreamOptions(), saved, f"{run.path / CONFIG}: options")))
+    where = f"{run.path / CONFIG}: options"
+    stream = restore_options(StreamOptions(), config["stream_options"], where)
+    labels = restore_options(LabelOptions(), config["label_options"], where)
+    return FollowOptions(**vars(stream), **vars(labels))
 
 
 def _find_source(source: str | None, resumed: RunFolder | None) -> str:
@@ -142,7 +150,7 @@ def _find_source(source: str | None, resumed: RunFolder | None) -> str:
 
 
 def _find_actions(actions: str | None, resumed: RunFolder | None) -> str | None:
-    """Return the folder of actions on the command line, or of the run to resume; None: there is none.
+    """Return the actions on the command line, or of the run to resume; None: there are none.
 
     Raises:
         ValueError: as for `_find_source`.

@@ -7,20 +7,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from meshrec.comms.agreement import together
 from meshrec.comms.collectives import gather_objects
 from meshrec.comms.mesh import Axis
-from meshrec.data import kafka_broker, redis_broker
 from meshrec.data.arrow import pa
 from meshrec.data.batch import Batch
-from meshrec.data.brokers import Broker, BrokerAwayError, Records
+from meshrec.data.brokers import Broker, Records, Requests, check_partitions
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import OnError, RecordFaults, append_json_lines
 from meshrec.data.messages import DecodedRows, MessageDecoder, num_rows_of, row_content
+from meshrec.data.open_broker import open_broker
 from meshrec.data.order import LanePart
 from meshrec.data.samples import Bools, Ints, PermutedSamples, Samples, concatenated, to_batch, void_samples
 from meshrec.data.step_log import StepLog
@@ -29,7 +30,6 @@ from meshrec.data.streaming import Lane, background_thread
 from meshrec.data.streams import Burst, Position, Stream
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _NAME = "reading a stream"
 """Name of the exchanges between ranks."""
@@ -41,8 +41,6 @@ _LIST_SECONDS = 30.0
 """Time between listings of the partitions, which may become more."""
 _IDLE_SECONDS = 1.0
 """Time without a step after which a burst without steps is yielded."""
-_FIRST_WAIT, _MAX_WAIT = 0.1, 5.0
-"""Time before the second attempt to reach a broker that is away, and the maximum, in seconds."""
 
 
 class _Round(NamedTuple):
@@ -121,6 +119,7 @@ class BrokerStream(Stream):
         if self._step_log is not None:
             self._step_log.prune(position)
 
+    @override
     def bursts(
         self,
         batch_size: int,
@@ -131,13 +130,7 @@ class BrokerStream(Stream):
     ) -> Iterator[Burst]:
         """Yield the steps for which all records have arrived; see `Stream.bursts`.
 
-        Args:
-            batch_size: samples per batch and rank, including damaged records.
-            position: position after the last consumed step, such as that of a checkpoint; None: the first
-                records that the broker has.
-            axis: the ranks.
-            stop: called on rank 0 when there are not enough records for a step. True ends the iterator on all
-                ranks.
+        Without a ``position``, the first step has the first records that the broker has.
 
         Raises:
             DataError: a record that this rank reads is damaged; records after ``position`` are gone; or the
@@ -233,24 +226,6 @@ class BrokerStream(Stream):
                 yield PermutedSamples(samples)
 
 
-def open_broker(address: str) -> Broker:
-    """Open the broker of an address. It connects at the first request.
-
-    Args:
-        address: ``redis://``, ``rediss://``, ``unix://`` or ``kafka://``.
-
-    Raises:
-        ValueError: the address has another scheme, or is wrong.
-    """
-    scheme = address.partition("://")[0]
-    if scheme in redis_broker.SCHEMES:
-        return redis_broker.RedisBroker(address)
-    if scheme in kafka_broker.SCHEMES:
-        return kafka_broker.KafkaBroker(address)
-    schemes = [*redis_broker.SCHEMES, *kafka_broker.SCHEMES]
-    raise ValueError(f"an address of streams has a scheme of {schemes}, got {scheme!r}.")
-
-
 class _Reader:
     """Reader of this rank's partitions, which waits while the broker is away.
 
@@ -265,16 +240,14 @@ class _Reader:
         self, broker: Broker, thread: ThreadPoolExecutor, axis: Axis, stop: Callable[[], bool]
     ) -> None:
         self._broker, self._thread, self._stop = broker, thread, stop
+        self._requests = Requests(broker.name)
         self.axis = axis
         # The next round, if it is read in the background.
         self._next: Future[_Round] | None = None
         # This rank's partitions, and all partitions whose readers are known.
         self._local, self._known = list[str](), list[str]()
-        # Times of time.monotonic: next listing, next attempt to reach the broker, and the last burst.
-        self._next_listing = self._next_attempt = 0.0
-        self._last_burst = time.monotonic()
-        # Time until the attempt after the next one; 0 while the broker answers.
-        self._wait = 0.0
+        # Times of time.monotonic: next listing, and the last burst.
+        self._next_listing, self._last_burst = 0.0, time.monotonic()
         # Whether the last round had no steps.
         self._has_no_steps = False
         self.is_quiet = False
@@ -307,28 +280,20 @@ class _Reader:
         """Read some records; on rank 0, also list the partitions."""
         partitions: Sequence[str] = ()
         if self.axis.rank == 0 and time.monotonic() >= self._next_listing:
-            partitions = self._attempt(self._broker.partitions, ())
+            partitions = self._requests.attempt(self._broker.partitions, ())
             if partitions:
                 self._next_listing = time.monotonic() + _LIST_SECONDS
-                self._check_position(planner, partitions)
+                check_partitions(self._broker, planner.names, partitions)
         requested = [name for name in self._local if planner.needs(name)]
         records: dict[str, Records] = {}
         if requested:
             limit = _ROUND_BYTES * len(requested) // len(self._known)
-            records = self._attempt(lambda: self._broker.read(requested, limit), records)
+            records = self._requests.attempt(lambda: self._broker.read(requested, limit), records)
         counted = {
             name: (some, [num_rows_of(payload) for payload in some.payloads])
             for name, some in records.items()
         }
         return _Round(counted, partitions)
-
-    def _check_position(self, planner: StepPlanner, partitions: Sequence[str]) -> None:
-        """Raise ValueError if the broker lacks a partition of the position."""
-        if missing := sorted(set(planner.names) - set(partitions)):
-            raise ValueError(
-                f"the position has the partitions {missing}, and {self._broker.name} has only "
-                f"{sorted(partitions)}. Take the address with which the run started."
-            )
 
     def _add_partitions(self, planner: StepPlanner, names: Sequence[str]) -> None:
         """Divide partitions that are new to the readers among the ranks, and start to read them."""
@@ -353,23 +318,6 @@ class _Reader:
             self._last_burst = time.monotonic()
         if num_steps:
             self._next = self._thread.submit(self._read, planner)
-
-    def _attempt(self, request: Callable[[], _T], otherwise: _T) -> _T:
-        """Make a request, and return ``otherwise`` while the broker is away."""
-        if time.monotonic() < self._next_attempt:
-            return otherwise
-        try:
-            answer = request()
-        except BrokerAwayError as error:
-            if not self._wait:
-                _log.warning("%s does not answer: %s; waiting for it", self._broker.name, error)
-            self._wait = min(2 * self._wait, _MAX_WAIT) or _FIRST_WAIT
-            self._next_attempt = time.monotonic() + self._wait
-            return otherwise
-        if self._wait:
-            _log.warning("%s answers again", self._broker.name)
-        self._wait = 0.0
-        return answer
 
 
 class _RecordNames:

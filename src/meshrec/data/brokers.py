@@ -1,11 +1,19 @@
 """Interface of message brokers: partitions of records, each with an ID that increases in its partition."""
 
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from meshrec.data.faults import DataError
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_FIRST_WAIT, _MAX_WAIT = 0.1, 5.0
+"""Time before the second attempt to reach a broker that is away, and the maximum, in seconds."""
 
 RecordId = str | int
 """ID of a record in its partition: a Redis stream ID, or a Kafka offset. A plain value."""
@@ -73,9 +81,71 @@ class Broker(ABC):
                 broker refuses access.
         """
 
+    def at_end(self, partitions: Sequence[str]) -> bool:
+        """Return whether the broker now has no records after those of `read`.
+
+        Call it when `read` has returned no records of the partitions.
+
+        Raises:
+            BrokerAwayError: the broker does not answer.
+        """
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Close the connection. A later call opens another, which reads no partitions yet."""
+
+
+class Requests:
+    """Requests to a broker, which are attempted again, after growing waits, while the broker is away.
+
+    Args:
+        name: name of the broker, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Time of time.monotonic before which no attempt is made.
+        self._next_attempt = 0.0
+        # Time until the attempt after the next one; 0 while the broker answers.
+        self._wait = 0.0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the broker has not answered the last request."""
+        return self._wait > 0
+
+    def attempt(self, request: Callable[[], _T], otherwise: _T) -> _T:
+        """Make a request, and return ``otherwise`` while the broker is away."""
+        if time.monotonic() < self._next_attempt:
+            return otherwise
+        try:
+            answer = request()
+        except BrokerAwayError as error:
+            if not self._wait:
+                _log.warning("%s does not answer: %s; waiting for it", self._name, error)
+            self._wait = min(2 * self._wait, _MAX_WAIT) or _FIRST_WAIT
+            self._next_attempt = time.monotonic() + self._wait
+            return otherwise
+        if self._wait:
+            _log.warning("%s answers again", self._name)
+        self._wait = 0.0
+        return answer
+
+
+def check_partitions(broker: Broker, names: Sequence[str], partitions: Sequence[str]) -> None:
+    """Raise ValueError if a broker lacks a partition.
+
+    Args:
+        broker: the broker.
+        names: partitions of a position.
+        partitions: partitions that the broker has.
+    """
+    if missing := sorted(set(names) - set(partitions)):
+        raise ValueError(
+            f"the position has the partitions {missing}, and {broker.name} has only {sorted(partitions)}. "
+            "Take the address with which the run started."
+        )
 
 
 def id_order(record: RecordId) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ from typing_extensions import override
 
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.follow import FilePlanner, FilePosition, FollowedFiles, check_version, is_parquet, read_ipc
+from meshrec.data.locations import without_secrets
 from meshrec.data.parquet_tables import TABLE_ROWS, ParquetTables
 from meshrec.data.stores import StoreError
+from meshrec.data.table_stream import TableStream
 
 
 class _TableFiles(FollowedFiles):
@@ -43,7 +45,7 @@ class _TableFiles(FollowedFiles):
                 yield table.slice(max(0, start.row - first))
 
 
-class FolderTables:
+class FolderTables(TableStream):
     """Rows of a growing folder as Arrow tables with all columns, in the order of `Follow`.
 
     Args:
@@ -64,18 +66,16 @@ class FolderTables:
         position: FilePosition = FilePosition(),  # noqa: B008 - immutable
         broken_seconds: float = 300.0,
     ) -> None:
+        self.name = without_secrets(str(folder))
         self.position, self._faults = position, faults
         self._files = _TableFiles(folder, faults)
         self._planner = FilePlanner(self._files, position, broken_seconds, None)
         # Tables of the file of `position`, from there on; None before it is opened.
         self._tables: Iterator[Any] | None = None
 
-    def read(self) -> Any:
-        """Return the next rows of a file as a table; None while no complete file has rows.
-
-        Raises:
-            DataError: a file is damaged, or has changed or vanished.
-        """
+    @override
+    def read(self, logged: Any = None) -> Any:
+        # The position alone tells which rows come next.
         while True:
             while self.position.row >= self.position.num_rows:
                 start = self._planner.next_file()
@@ -96,3 +96,11 @@ class FolderTables:
             except DataError as error:
                 self._faults.report(str(error), position.num_rows - position.row, position.file)
                 self.position = position._replace(row=position.num_rows)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.position._asdict()
+
+    @override
+    def close(self) -> None:
+        self._tables = None

@@ -1,7 +1,7 @@
 """Unbounded data: impressions and later actions, joined to labelled rows while a model trains on them.
 
 [Note: a join between steps]
-Rank 0 joins the records of both folders whenever the labelled rows do not fill a step, and writes the rows to
+Rank 0 joins the records of both streams whenever the labelled rows do not fill a step, and writes the rows to
 a local folder, which all ranks follow. It is the folder of [Note: a joined folder]: after a kill, all of its
 rows are there again, in the same order, and later rows are those that would have come without the kill. A
 position in this folder therefore determines all later steps. When a checkpoint is on disk, rank 0 saves the
@@ -30,7 +30,7 @@ _JOIN_SECONDS = 1.0
 class JoinedStream(Stream):
     """Labelled rows of impressions and later actions, in batches for all ranks.
 
-    See [Note: a join between steps]. Only rank 0 reads the folders of impressions and actions.
+    See [Note: a join between steps]. Only rank 0 reads the impressions and actions.
 
     Args:
         joiner: writer of the joined folder, which all ranks must see.
@@ -87,14 +87,9 @@ class JoinedStream(Stream):
         axis: Axis = Axis(),  # noqa: B008 - immutable
         stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Burst]:
-        """Yield the steps whose rows are decided; see `Follow.bursts`.
+        """Yield the steps whose rows are decided; see `Stream.bursts`.
 
-        Args:
-            batch_size: samples per batch and rank.
-            position: position in the joined folder after the last consumed step; None: its first row.
-            axis: the ranks.
-            stop: called on rank 0 when all records were joined, and are not enough for a step. True ends the
-                iterator on all ranks.
+        ``position`` is that of `Follow` in the joined folder.
 
         Raises:
             DataError: a record is damaged, a file has changed, or too many records wait for their labels.

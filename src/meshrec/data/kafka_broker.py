@@ -49,9 +49,10 @@ class KafkaBroker(Broker):
             )
         self._options = self._options_of(hosts, parts)
         self._client: Any = None
-        # Last offset that was read, by topic and partition number, and whether it is the last that exists.
+        # Last offset that was read, by topic and partition number.
         self._last: dict[tuple[str, int], int] = {}
-        self._at_end: set[tuple[str, int]] = set()
+        # Offset after the last record, if all were read. Offsets before it may have no records.
+        self._ends: dict[tuple[str, int], int] = {}
         # Whether an error has been logged since the last message, so that an outage is logged once.
         self._is_away = False
         # Reason for which the cluster refuses the user.
@@ -140,7 +141,7 @@ class KafkaBroker(Broker):
         deadline, num_bytes = time.monotonic() + _FIRST_SECONDS, 0
         while num_bytes < max_bytes:
             # Waits only if nothing has arrived, and more may be on its way.
-            waits = not records and not requested <= self._at_end
+            waits = not records and not requested <= self._ends.keys()
             messages = self._consumer.consume(_MAX_MESSAGES, 0.02 if waits else 0)
             for message in messages:
                 num_bytes += self._add(message, records)
@@ -148,6 +149,20 @@ class KafkaBroker(Broker):
                 break
         self._raise_if_refused()
         return records
+
+    def at_end(self, partitions: Sequence[str]) -> bool:
+        # Not `_ends` alone: it does not change while the cluster is away.
+        for partition in map(_partition, partitions):
+            try:
+                _, end = self._consumer.get_watermark_offsets(
+                    self._kafka.TopicPartition(*partition), timeout=_LIST_SECONDS
+                )
+            except self._kafka.KafkaException as error:
+                self._raise_if_refused()
+                raise BrokerAwayError(error.args[0].str()) from error
+            if end > max(self._last[partition] + 1, self._ends.get(partition, 0)):
+                return False
+        return True
 
     def _raise_if_refused(self) -> None:
         """Raise DataError if the cluster has refused the user."""
@@ -173,14 +188,14 @@ class KafkaBroker(Broker):
         error = message.error()
         if error is not None:
             if error.code() == self._kafka.KafkaError._PARTITION_EOF:
-                self._at_end.add((topic, number))
+                self._ends[topic, number] = message.offset()
             else:
                 self._raise_if_lasting(error, f"{topic}/{number}")
                 self._on_error(error)
             return 0
         self._is_away = False
         partition, payload = (topic, number), message.value() or b""
-        self._at_end.discard(partition)
+        self._ends.pop(partition, None)
         self._last[partition] = offset = message.offset()
         batch = records.setdefault(f"{topic}/{number}", Records.empty())
         batch.ids.append(offset)
@@ -202,7 +217,7 @@ class KafkaBroker(Broker):
         if self._client is not None:
             self._client.close()
         self._client = None
-        self._last, self._at_end, self._paused = {}, set(), set()
+        self._last, self._ends, self._paused = {}, {}, set()
 
 
 def _partition(name: str) -> tuple[str, int]:

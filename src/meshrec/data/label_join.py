@@ -196,6 +196,7 @@ class LabelJoin:
             After a resume, records may be listed again. None: they are only counted.
 
     Attributes:
+        key, time, label, set_aside: the arguments.
         counts: number of records by reason, such as "late_actions" and "unmatched_actions".
 
     Raises:
@@ -238,13 +239,13 @@ class LabelJoin:
             raise ValueError(f"key, time and label are {[key, time, label]}; name three different columns.")
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}; it must be at least 1. Take 10_000_000, for example.")
-        self._key, self._time, self._label = key, time, label
+        self.key, self.time, self.label = key, time, label
         self._window = _duration("window_seconds", window_seconds)
         self._lateness = _duration("allowed_lateness_seconds", allowed_lateness_seconds)
         self._idle = None if idle_seconds is None else _duration("idle_seconds", idle_seconds)
         self._at_once, self._time_unit = negatives == "at_once", time_unit
         self._max_rows, self._decides_early = max_rows, on_full == "decide"
-        self._skips, self._set_aside = on_error == "skip", set_aside
+        self._skips, self.set_aside = on_error == "skip", set_aside
         self._impressions, self._actions = _Stream("impressions"), _Stream("actions")
         self._pending = PendingImpressions()
         # Impressions that need no more rows, until the rows of the call are returned.
@@ -320,7 +321,7 @@ class LabelJoin:
         pending = self._pending
         keys = None
         if len(pending):
-            field = pa.field(self._key, value_type(self._impressions.schema.field(self._key).type))
+            field = pa.field(self.key, value_type(self._impressions.schema.field(self.key).type))
             keys = pa.table([pa.array(pending.keys[pending.num_ended :], field.type)], pa.schema([field]))
         return {
             "options": self._options(),
@@ -360,7 +361,7 @@ class LabelJoin:
         pending.indices = array("q", saved["indices"].tolist())
         pending.has_action = bytearray(saved["has_action"].tolist())
         if saved["keys"] is not None:
-            pending.keys = key_values(table_of(saved["keys"]), self._key)
+            pending.keys = key_values(table_of(saved["keys"]), self.key)
         pending.slot_of = {key: slot for slot, key in enumerate(pending.keys)}
         self._impressions = _Stream.restored("impressions", state["impressions"])
         self._actions = _Stream.restored("actions", state["actions"])
@@ -369,36 +370,34 @@ class LabelJoin:
     def _options(self) -> dict[str, Any]:
         """Return the options that determine the rows."""
         return {
-            "key": self._key,
-            "time": self._time,
-            "label": self._label,
+            "key": self.key,
+            "time": self.time,
+            "label": self.label,
             "window": self._window,
             "allowed_lateness": self._lateness,
             "at_once": self._at_once,
             "idle": self._idle,
             "time_unit": self._time_unit,
             # Without it, only key and time of actions are held.
-            "sets_aside": self._set_aside is not None,
+            "sets_aside": self.set_aside is not None,
         }
 
     def _checked(self, stream: _Stream, table: Any) -> _Arrival:
         """Check a table before any state changes, and read the times."""
-        for column in (self._key, self._time):
+        for column in (self.key, self.time):
             if column not in table.column_names:
                 raise missing_column(stream.name, column, table.column_names)
-        if stream is self._impressions and self._label in table.column_names:
-            raise DataError(
-                f"impressions have a column {self._label!r} already. Give the label another name."
-            )
-        if stream is self._actions and self._set_aside is None:
-            table = table.select([self._key, self._time])
+        if stream is self._impressions and self.label in table.column_names:
+            raise DataError(f"impressions have a column {self.label!r} already. Give the label another name.")
+        if stream is self._actions and self.set_aside is None:
+            table = table.select([self.key, self.time])
         table = table.replace_schema_metadata(None)
         self._check_types(stream, table.schema)
-        times, is_valid = nanoseconds(table[self._time], self._time_unit)
-        is_valid &= table[self._key].is_valid().to_numpy()
+        times, is_valid = nanoseconds(table[self.time], self._time_unit)
+        is_valid &= table[self.key].is_valid().to_numpy()
         if not self._skips and not is_valid.all():
             row = int(is_valid.argmin())
-            record = records_of(table.select([self._key, self._time]).slice(row, 1))[0]
+            record = records_of(table.select([self.key, self.time]).slice(row, 1))[0]
             raise DataError(
                 f"{stream.name}, record {stream.count + row:,}: {record}; key and time must be present, and "
                 f"the time from 1751 to 2188{REMEDY}"
@@ -412,22 +411,20 @@ class LabelJoin:
                 f"the columns of {stream.name} have changed from {_shown(stream.schema)} to "
                 f"{_shown(schema)}. Write the same columns in every file, or start a new join."
             )
-        key, time = (schema.field(name).type for name in (self._key, self._time))
+        key, time = (schema.field(name).type for name in (self.key, self.time))
         if key_kind(key) is None:
-            raise DataError(
-                f"{stream.name}: the key {self._key!r} is {key}. Take integers, strings or bytes."
-            )
+            raise DataError(f"{stream.name}: the key {self.key!r} is {key}. Take integers, strings or bytes.")
         if not (pa.types.is_timestamp(time) or pa.types.is_integer(time)):
-            raise DataError(f"{stream.name}: the time {self._time!r} is {time}. Take timestamps or integers.")
+            raise DataError(f"{stream.name}: the time {self.time!r} is {time}. Take timestamps or integers.")
 
     def _check_keys(self, arrivals: list[tuple[_Stream, _Arrival]]) -> None:
         """Raise DataError if the keys of both streams are of different kinds, which are never equal."""
         schemas = {s.name: s.schema for s in (self._impressions, self._actions) if s.schema is not None}
         schemas |= {stream.name: arrival.table.schema for stream, arrival in arrivals}
-        types = {name: schema.field(self._key).type for name, schema in schemas.items()}
+        types = {name: schema.field(self.key).type for name, schema in schemas.items()}
         if len({key_kind(kind) for kind in types.values()}) > 1:
             text = " and ".join(f"{kind} in {name}" for name, kind in types.items())
-            raise DataError(f"the key {self._key!r} is {text}. Write the same kind of key to both.")
+            raise DataError(f"the key {self.key!r} is {text}. Write the same kind of key to both.")
 
     def _receive(self, stream: _Stream, arrival: _Arrival) -> None:
         """Number the records of a call, and hold those that are neither invalid nor late."""
@@ -523,7 +520,7 @@ class LabelJoin:
         """Return the keys of held records as Python values."""
         if len(records.indices) == 0:
             return []
-        return key_values(stream.rows.take(records.indices, [self._key]), self._key)
+        return key_values(stream.rows.take(records.indices, [self.key]), self.key)
 
     def _end_windows(self, num: int) -> _Decided:
         """End the windows of the oldest ``num`` impressions, and return their negatives, if any are due."""
@@ -555,7 +552,7 @@ class LabelJoin:
             return pa.table({})
         table = rows.take(decided.indices) if len(decided.indices) else schema.empty_table()
         rows.release(np.concatenate(finished))
-        return table.append_column(self._label, pa.array(decided.labels))
+        return table.append_column(self.label, pa.array(decided.labels))
 
     def _count_left_out(
         self, reason: str, stream: _Stream, indices: Ints, rows: "HeldRows | pa.Table", index: Ints
@@ -564,10 +561,10 @@ class LabelJoin:
         if len(indices) == 0:
             return
         self._count(f"{reason}_{stream.name}", len(indices))
-        if self._set_aside is not None:
+        if self.set_aside is not None:
             table = rows.take(index) if isinstance(rows, HeldRows) else rows.take(pa.array(index))
             append_json_lines(
-                self._set_aside,
+                self.set_aside,
                 [
                     {"stream": stream.name, "number": number, "problem": reason, "values": values}
                     for number, values in zip(indices.tolist(), records_of(table), strict=True)

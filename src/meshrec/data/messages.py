@@ -3,7 +3,7 @@
 [Note: values in messages]
 
 A message has the values that a file has, and is encoded to the same samples. Features know the kind of each
-column from their fit (`Encoding.fitted_kinds`), which decides which values are allowed:
+column from their fit (`meshrec.data.encoding.Encoding.fitted_kinds`), which decides which values are allowed:
 
 - JSON: one object per message, with a value or a list per column. Arrow parses many messages at once. If it
   refuses one, all of them are parsed by Python, which knows integers beyond 64 bits, 2.0 in a column of
@@ -19,12 +19,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from meshrec.data.arrow import pa, pa_json
 from meshrec.data.brokers import Payload
 from meshrec.data.delimited import FLOAT_PATTERN, INT_PATTERN
-from meshrec.data.encoding import Encoding
 from meshrec.data.exact_columns import plain_table
 from meshrec.data.faults import DataError, shown
 
@@ -78,14 +77,27 @@ def num_rows_of(payload: Payload) -> int:
         return 1
 
 
+class Columns(Protocol):
+    """Columns to decode, such as those of a `meshrec.data.encoding.Encoding`."""
+
+    def columns(self) -> Sequence[str]:
+        """Return the names of the columns."""
+
+    def fitted_kinds(self) -> Mapping[str, str]:
+        """Return the known column kinds, by column name."""
+
+    def wrong_columns(self, schema: Any) -> list[str]:
+        """Return a message per missing or unreadable column of an Arrow schema."""
+
+
 class MessageDecoder:
     """Decoder of messages to the columns that features read; see [Note: values in messages].
 
     Args:
-        features: fitted features.
+        features: fitted features, or other columns.
     """
 
-    def __init__(self, features: Encoding) -> None:
+    def __init__(self, features: Columns) -> None:
         self._features = features
         self._columns = list(features.columns())
         self._kinds: dict[str, str] = dict(features.fitted_kinds())

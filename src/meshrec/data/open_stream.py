@@ -10,12 +10,9 @@ from meshrec.data.dataset import Dataset, Reader, RowsOfFile
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import OnError
 from meshrec.data.follow import Follow
-from meshrec.data.locations import is_address
+from meshrec.data.open_broker import is_broker
 from meshrec.data.streams import Stream
 from meshrec.data.tables import training_dataset
-
-BROKER_SCHEMES = ("redis://", "rediss://", "unix://", "kafka://")
-"""Starts of the addresses of Redis streams and Kafka topics."""
 
 
 def open_stream(
@@ -39,7 +36,7 @@ def open_stream(
     Raises:
         ValueError: the address is wrong.
     """
-    if is_address(source) and str(source).startswith(BROKER_SCHEMES):
+    if is_broker(source):
         from meshrec.data.broker_stream import BrokerStream
 
         return BrokerStream(str(source), features, on_error=on_error, set_aside=set_aside, step_log=step_log)

@@ -114,9 +114,10 @@ class _Partition:
         if last != self.last and last not in self.records.ids:
             if self.records.ids and id_order(self.records.ids[-1]) > id_order(last):
                 raise DataError(
-                    f"the step log has record {last}, which the broker lacks: it has {self.records.ids[-1]}. "
-                    "The record was deleted, or the broker lost it in a crash. Remove the step log to "
-                    "continue from the position alone."
+                    f"record {last} was read before a kill, and the broker now lacks it: it has "
+                    f"{self.records.ids[-1]}. The record was deleted, or the broker lost it in a crash. "
+                    "If there is a step log, remove it to continue from the position alone; otherwise start "
+                    "a new run from the weights of this one."
                 )
             return None
         num = 0 if last == self.last else self.records.ids.index(last) + 1
@@ -124,17 +125,14 @@ class _Partition:
         return None if row and num == len(self.records.ids) else (num, row)
 
 
-class StepPlanner:
-    """Planner of the steps of a stream; see [Note: positions in partitions].
+class MergedPartitions:
+    """Waiting records of partitions, merged by their times; see [Note: positions in partitions].
 
     Args:
-        position: position after which the first step starts.
-        step_rows: rows per step, over all ranks.
-        repeated: positions after steps that were planned before, which are repeated first.
+        position: position after which the first record is read.
     """
 
-    def __init__(self, position: Position, step_rows: int, repeated: list[Position]) -> None:
-        self._step_rows, self._repeated = step_rows, list(repeated)
+    def __init__(self, position: Position) -> None:
         self._partitions: dict[str, _Partition] = {}
         for name, values in position.items():
             self._partitions[name] = _Partition(*values)
@@ -145,9 +143,9 @@ class StepPlanner:
         return list(self._partitions)
 
     @property
-    def num_repeated(self) -> int:
-        """Number of steps that will be repeated."""
-        return len(self._repeated)
+    def position(self) -> Position:
+        """Position after the last consumed row."""
+        return {name: [part.last, part.row, part.key] for name, part in self._partitions.items()}
 
     def add_partition(self, name: str, start: RecordId) -> None:
         """Add a partition that is read from its start."""
@@ -156,6 +154,10 @@ class StepPlanner:
     def last(self, name: str) -> RecordId:
         """Return the ID of the last record of a partition that is consumed entirely."""
         return self._partitions[name].last
+
+    def waiting(self, name: str) -> Records:
+        """Return the records of a partition that are not consumed entirely. They must not be changed."""
+        return self._partitions[name].records
 
     def add(self, name: str, records: Records, num_rows: list[int]) -> None:
         """Add records of a partition that have arrived.
@@ -167,6 +169,112 @@ class StepPlanner:
         """
         self._partitions[name].add(records, num_rows)
 
+    def has_arrived(self, name: str, values: list[Any]) -> bool:
+        """Return whether the records of a partition before a position in it have arrived.
+
+        Raises:
+            DataError: later records have arrived, so these never will.
+        """
+        return self._partitions[name].count_before(values) is not None
+
+    def take_first(self) -> tuple[Position, Runs]:
+        """Take the records that come first, whatever arrives later in the partitions that have records now.
+
+        Returns:
+            - Position after them, of the partitions of which records were taken.
+            - The rows of the records.
+        """
+        keys = {name: part.keys(len(part.num_rows)) for name, part in self._partitions.items()}
+        keys = {name: of_partition for name, of_partition in keys.items() if len(of_partition)}
+        runs = Runs.empty()
+        if not keys:
+            return {}, runs
+        # The next record of this partition may have the same key, and records of other partitions then come
+        # before or after it by the order of names.
+        bound, last_name = min((int(of_partition[-1]), name) for name, of_partition in keys.items())
+        counts = {
+            name: int(np.searchsorted(of_partition, bound, "right" if name <= last_name else "left"))
+            for name, of_partition in keys.items()
+        }
+        counts = {name: num for name, num in counts.items() if num}
+        position = {name: self._partitions[name].position(num, 0, keys[name]) for name, num in counts.items()}
+        self._take_records(counts, position, runs)
+        return position, runs
+
+    def take_before(self, position: Position) -> Runs:
+        """Take the records before a position, all of which have arrived. No record is consumed in part."""
+        counts, runs = {}, Runs.empty()
+        for name, values in position.items():
+            count = self._partitions[name].count_before(values)
+            assert count is not None
+            counts[name] = count[0]
+        self._take_records(counts, position, runs)
+        return runs
+
+    def _take_records(self, counts: dict[str, int], position: Position, runs: Runs) -> None:
+        """Move the first records of some partitions to the runs, up to a position."""
+        merged = self._merge(counts)
+        self._take(merged, int(merged.num_rows.sum()), position, runs)
+
+    def _merge(self, nums: dict[str, int]) -> "_Merged":
+        """Merge the first records of the partitions. ``nums`` has their numbers, by partition."""
+        names = sorted(nums)
+        keys = [self._partitions[name].keys(nums[name]) for name in names]
+        partitions = np.repeat(np.arange(len(names)), [len(part) for part in keys])
+        indices = np.concatenate([np.arange(len(part)) for part in keys]) if keys else np.zeros(0, np.int64)
+        # Stable, so records of a partition stay in order.
+        order = np.lexsort((partitions, np.concatenate(keys))) if keys else indices
+        rows = []
+        for name in names:
+            part = self._partitions[name]
+            num_rows = np.array(part.num_rows[: nums[name]], np.int64)
+            num_rows[:1] -= part.row
+            rows.append(num_rows)
+        num_rows = np.concatenate(rows) if rows else indices
+        return _Merged(names, partitions[order], indices[order], num_rows[order])
+
+    def _take(self, merged: "_Merged", num_rows: int, position: Position, runs: Runs) -> None:
+        """Move the first rows of merged records to the runs, up to a position."""
+        ends = np.cumsum(merged.num_rows)
+        starts = ends - merged.num_rows
+        # The last record may have more rows, and some have none.
+        taken = np.minimum(merged.num_rows, num_rows - starts)
+        is_taken = taken > 0
+        partitions, indices = merged.partitions[is_taken].tolist(), merged.indices[is_taken].tolist()
+        parts = [self._partitions[name] for name in merged.names]
+        consumed = np.array([part.row for part in parts])
+        runs.partitions.extend([merged.names[partition] for partition in partitions])
+        pairs = list(zip(partitions, indices, strict=True))
+        runs.ids.extend([parts[partition].records.ids[index] for partition, index in pairs])
+        runs.times.extend([parts[partition].records.times[index] for partition, index in pairs])
+        runs.payloads.extend([parts[partition].records.payloads[index] for partition, index in pairs])
+        runs.record_rows.extend([parts[partition].num_rows[index] for partition, index in pairs])
+        runs.first_rows.extend(
+            np.where(merged.indices == 0, consumed[merged.partitions], 0)[is_taken].tolist()
+        )
+        runs.num_rows.extend(taken[is_taken].tolist())
+        for name, values in position.items():
+            self._partitions[name].remove(values)
+
+
+class StepPlanner(MergedPartitions):
+    """Planner of the steps of a stream; see [Note: positions in partitions].
+
+    Args:
+        position: position after which the first step starts.
+        step_rows: rows per step, over all ranks.
+        repeated: positions after steps that were planned before, which are repeated first.
+    """
+
+    def __init__(self, position: Position, step_rows: int, repeated: list[Position]) -> None:
+        super().__init__(position)
+        self._step_rows, self._repeated = step_rows, list(repeated)
+
+    @property
+    def num_repeated(self) -> int:
+        """Number of steps that will be repeated."""
+        return len(self._repeated)
+
     def needs(self, name: str) -> bool:
         """Return whether more records of a partition should be read.
 
@@ -175,7 +283,7 @@ class StepPlanner:
         if not self._repeated:
             return True
         position = self._repeated[0].get(name)
-        return position is not None and self._partitions[name].count_before(position) is None
+        return position is not None and not self.has_arrived(name, position)
 
     def plan(self) -> tuple[list[Position], Runs]:
         """Return the positions after all steps whose records have arrived, and their rows.
@@ -236,46 +344,6 @@ class StepPlanner:
                 position[name] = part.position(num, row, keys)
         self._take(merged, num_steps * self._step_rows, positions[-1], runs)
         return positions
-
-    def _merge(self, nums: dict[str, int]) -> "_Merged":
-        """Merge the first records of the partitions. ``nums`` has their numbers, by partition."""
-        names = sorted(nums)
-        keys = [self._partitions[name].keys(nums[name]) for name in names]
-        partitions = np.repeat(np.arange(len(names)), [len(part) for part in keys])
-        indices = np.concatenate([np.arange(len(part)) for part in keys]) if keys else np.zeros(0, np.int64)
-        # Stable, so records of a partition stay in order.
-        order = np.lexsort((partitions, np.concatenate(keys))) if keys else indices
-        rows = []
-        for name in names:
-            part = self._partitions[name]
-            num_rows = np.array(part.num_rows[: nums[name]], np.int64)
-            num_rows[:1] -= part.row
-            rows.append(num_rows)
-        num_rows = np.concatenate(rows) if rows else indices
-        return _Merged(names, partitions[order], indices[order], num_rows[order])
-
-    def _take(self, merged: "_Merged", num_rows: int, position: Position, runs: Runs) -> None:
-        """Move the first rows of merged records to the runs, up to a position."""
-        ends = np.cumsum(merged.num_rows)
-        starts = ends - merged.num_rows
-        # The last record may have more rows, and some have none.
-        taken = np.minimum(merged.num_rows, num_rows - starts)
-        is_taken = taken > 0
-        partitions, indices = merged.partitions[is_taken].tolist(), merged.indices[is_taken].tolist()
-        parts = [self._partitions[name] for name in merged.names]
-        consumed = np.array([part.row for part in parts])
-        runs.partitions.extend([merged.names[partition] for partition in partitions])
-        pairs = list(zip(partitions, indices, strict=True))
-        runs.ids.extend([parts[partition].records.ids[index] for partition, index in pairs])
-        runs.times.extend([parts[partition].records.times[index] for partition, index in pairs])
-        runs.payloads.extend([parts[partition].records.payloads[index] for partition, index in pairs])
-        runs.record_rows.extend([parts[partition].num_rows[index] for partition, index in pairs])
-        runs.first_rows.extend(
-            np.where(merged.indices == 0, consumed[merged.partitions], 0)[is_taken].tolist()
-        )
-        runs.num_rows.extend(taken[is_taken].tolist())
-        for name, values in position.items():
-            self._partitions[name].remove(values)
 
 
 class _Merged(NamedTuple):

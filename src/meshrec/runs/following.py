@@ -11,11 +11,10 @@ from typing_extensions import override
 from meshrec.comms.agreement import together
 from meshrec.data.encoding import Encoding
 from meshrec.data.features import TimedFeatures
-from meshrec.data.folder_join import FolderJoin
+from meshrec.data.folder_join import open_join
 from meshrec.data.joined_stream import JoinedStream
-from meshrec.data.label_join import LabelJoin
 from meshrec.data.locations import without_secrets
-from meshrec.data.open_stream import BROKER_SCHEMES, open_stream, stream_dataset
+from meshrec.data.open_stream import open_stream, stream_dataset
 from meshrec.data.streams import Stream
 from meshrec.runs.fitting import features_in, features_of
 from meshrec.runs.job import Job
@@ -74,27 +73,21 @@ def check_labels(job: Job) -> None:
     Raises:
         ValueError: an option is missing, is not used, or does not fit the recipe.
     """
-    options, source = job.stream_options, job.recipe.data
+    options, source = job.label_options, job.recipe.data
     assert job.stream is not None
-    assert options is not None
+    assert job.stream_options is not None
     assert isinstance(source, TableSource)
     if job.actions is None:
-        if options.key is not None or options.window_seconds is not None:
+        if given := options.given():
             raise ValueError(
-                f"key is {options.key!r} and window_seconds is {options.window_seconds}, which join actions "
-                "to the records. Name the folder of actions: --actions FOLDER."
+                f"{_words(given)}: the option is of the join with actions, and there are none. Name them: "
+                "--actions ADDRESS."
             )
         return
-    missing = [name for name in ("time", "key", "window_seconds") if getattr(options, name) is None]
-    if missing:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise ValueError(f"--actions {without_secrets(job.actions)}: {names} must be given with it.")
-    brokers = [address for address in (job.stream, job.actions) if address.startswith(BROKER_SCHEMES)]
-    if brokers:
-        raise ValueError(
-            f"{without_secrets(brokers[0])}: labels that come later are joined from folders only. Write the "
-            "records to a folder, or join them where they are produced."
-        )
+    required = {"time": job.stream_options.time, "key": options.key, "window_seconds": options.window_seconds}
+    if missing := [name for name, value in required.items() if value is None]:
+        address = without_secrets(job.actions)
+        raise ValueError(f"--actions {address}: {_words(missing)} must be given with it.")
     if job.store is not None:
         raise ValueError(
             f"--out is {without_secrets(job.store)}, and the join of labels needs the run in a folder. Give "
@@ -112,6 +105,11 @@ def check_labels(job: Job) -> None:
             f"negatives is {options.negatives!r}: with at_once, and only then, a positive row has a negative "
             f"row before it, which the loss must weight. Add {advice}."
         )
+
+
+def _words(names: list[str]) -> str:
+    """Return names of options as words of the command line."""
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 class StreamRun(RankRun):
@@ -184,35 +182,23 @@ class StreamRun(RankRun):
         assert job.actions is not None
         assert options is not None
         assert options.time is not None
-        assert options.key is not None
-        assert options.window_seconds is not None
         assert isinstance(source, TableSource)
         aside = options.set_aside
         if aside is not None:
             aside.mkdir(parents=True, exist_ok=True)
-        join = LabelJoin(
-            key=options.key,
-            time=options.time,
-            label=source.features.labels[0].column,
-            window_seconds=options.window_seconds,
-            allowed_lateness_seconds=options.allowed_lateness_seconds,
-            negatives=options.negatives,
-            time_unit=options.time_unit,
-            idle_seconds=options.idle_seconds,
-            max_rows=options.max_rows,
-            on_full=options.on_full,
-            on_error=source.on_error,
-            set_aside=None if aside is None else aside / "unlabelled.jsonl",
-        )
-        joiner = FolderJoin(
+        join = open_join(
+            job.label_options,
             job.stream,
             job.actions,
             folder,
-            join,
+            time=options.time,
+            time_unit=options.time_unit,
+            label=source.features.labels[0].column,
             on_error=source.on_error,
-            clock_lag_seconds=options.clock_lag_seconds,
+            set_aside=None if aside is None else aside / "unlabelled.jsonl",
+            features=features,
         )
-        return JoinedStream(joiner, features, on_error=source.on_error, set_aside=aside)
+        return JoinedStream(join, features, on_error=source.on_error, set_aside=aside)
 
     def _epoch_samples(self) -> int:
         """Return the number of training samples of the run from which this one started; 0: none."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from meshrec.data.label_options import LabelOptions
 from meshrec.runs.saved_recipe import Change
 from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.observers import Observer
@@ -46,9 +47,10 @@ class Job:
             runs/warm_start.py. None: start from initial weights.
         stream: stream to follow, as for `meshrec.data.open_stream.open_stream`; None: train on the recipe's
             data.
-        actions: folder of later actions, which label the impressions in the stream, a folder, too; None: the
-            records of the stream have labels.
+        actions: later actions, which label the impressions in the stream; a folder or an address, as for
+            ``stream``. None: the records of the stream have labels.
         stream_options: options of training on the stream; not None if there is a stream.
+        label_options: options of the join with actions.
         on_event: function called with every event, on every rank.
     """
 
@@ -71,4 +73,5 @@ class Job:
     stream: str | None = None
     actions: str | None = None
     stream_options: StreamOptions | None = None
+    label_options: LabelOptions = field(default_factory=LabelOptions)
     on_event: Observer | None = None

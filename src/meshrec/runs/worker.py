@@ -342,6 +342,7 @@ class RankRun:
             "stream",
             "actions",
             "stream_options",
+            "label_options",
         )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
@@ -426,6 +427,7 @@ class RankRun:
             "stream": None if self._job.stream is None else without_secrets(self._job.stream),
             "actions": None if self._job.actions is None else without_secrets(self._job.actions),
             "stream_options": to_json(self._job.stream_options),
+            "label_options": to_json(self._job.label_options),
             "began": before.get("began", self._began),
             "torch": torch.__version__,
             "starts": [*before.get("starts", []), start],

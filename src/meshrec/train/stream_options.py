@@ -6,7 +6,6 @@ from typing import Literal, get_args
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 OnAlarm = Literal["log", "hold"]
-_MAY_BE_ZERO = ("page", "window_seconds", "allowed_lateness_seconds", "idle_seconds", "clock_lag_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +55,10 @@ class StreamOptions:
     http://localhost:8080/v2/models/MODEL/freshness. None: the page shows no server.
     """
 
-    key: str | None = None
-    """With --actions: column of both folders, with the integers or strings by which they are joined."""
-    window_seconds: float | None = None
-    """With --actions: time after an impression in which an action counts."""
-    allowed_lateness_seconds: float = 0.0
-    """With --actions: how far a record may be behind the latest one before it. Later ones are left out."""
-    negatives: Literal["at_window_end", "at_once"] = "at_window_end"
-    """With --actions: when a row with label 0 is trained. If at once, an action adds a second row with label
-    1, and the loss needs --loss.fake-negative-weighting.
-    """
-    idle_seconds: float | None = None
-    """With --actions: time by which a folder without new records holds back the other; none: without limit.
-    """
-    clock_lag_seconds: float | None = None
-    """With --actions: while no new files appear, take all records older than this to have arrived; none: wait
-    for them.
-    """
-    max_rows: int = 10_000_000
-    """With --actions: records that may wait for their labels in rank 0's memory."""
-    on_full: Literal["raise", "decide"] = "raise"
-    """With --actions and more records: end with an error, or decide about the oldest early."""
-
     def __post_init__(self) -> None:
         for field in fields(StreamOptions):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not value > 0 and field.name not in _MAY_BE_ZERO:
+            if isinstance(value, int | float) and not value > 0 and field.name != "page":
                 raise ValueError(f"{field.name} is {value}; it must be above 0. Take {field.default or 60}.")
         if self.calibration_limit is not None and not self.calibration_limit > 1:
             raise ValueError(
