@@ -117,3 +117,41 @@ def test_memory_is_bounded_and_old_values_leave():
         windows.add(*next(batches(3600 * hour, 1, steady, price)))
         windows.compute(alone)
     assert len(windows.state_dict()["slots"]) <= 13
+
+
+def drifted(second):
+    return 3 + second * 7 % 12
+
+
+def frozen_drift(first, hours, cities, windows):
+    add(windows, 3600 * first, hours, cities, price)
+    return windows.compute(alone)["city"].psi
+
+
+def test_a_frozen_reference_keeps_the_values_from_before():
+    windows, moving = drift(), drift()
+    for window in (windows, moving):
+        add(window, 0, 2, steady, price)
+        assert frozen_drift(2, 1, drifted, window) > 0.25
+    windows.freeze()
+    # The reference of the second has forgotten the values from before.
+    assert frozen_drift(3, 26, drifted, moving) < 0.01
+    psi = frozen_drift(3, 26, drifted, windows)
+    assert windows.frozen_seconds == 26 * 3600
+    continued = drift()
+    continued.load_state_dict(windows.state_dict())
+    windows.freeze()
+    for window in (windows, continued):
+        assert frozen_drift(29, 1, drifted, window) == pytest.approx(psi)
+        assert window.frozen_seconds == 27 * 3600
+    # Values during the alarm do not enter the reference.
+    for window in (windows, continued):
+        assert frozen_drift(30, 1, steady, window) < 0.05
+        window.unfreeze()
+        assert window.frozen_seconds == 0
+        assert frozen_drift(31, 1, steady, window) < 0.05
+        assert frozen_drift(32, 1, drifted, window) > 0.25
+        # Until they are accepted.
+        window.freeze()
+        window.unfreeze(accept=True)
+        assert frozen_drift(33, 26, drifted, window) < 0.01

@@ -11,6 +11,8 @@ from meshrec.sparse import KeyedJaggedTensor
 _SLOT_SECONDS = 300
 # Slots of the last hour, and of the day before it.
 _NUM_RECENT, _NUM_REFERENCE = 12, 288
+MAX_FROZEN_SECONDS = 7 * 86400
+"""Event time after which the user of a frozen reference should let it move."""
 _ID_BITS = 4
 _NUM_ID_BUCKETS = 1 << _ID_BITS
 _MISSING, _UNSEEN = _NUM_ID_BUCKETS, _NUM_ID_BUCKETS + 1
@@ -97,6 +99,8 @@ class FeatureDrift:
         # Counts over all ranks until the last `compute`, and this rank's counts since.
         self._slots: _Slots = {}
         self._local: _Slots = {}
+        # Counts of the frozen reference over the buckets, int64, and the newest slot when it was frozen.
+        self._frozen: tuple[Tensor, int] | None = None
         # Batches of this rank that are in no slot yet, and their number of samples.
         self._pending: list[_Inputs] = []
         self._num_pending = 0
@@ -147,13 +151,11 @@ class FeatureDrift:
                 self._slots[slot] = self._slots[slot] + counts if slot in self._slots else counts
         _drop_old(self._slots)
         newest = max(self._slots, default=0)
-        if min(self._slots, default=newest) > newest - 2 * _NUM_RECENT + 1:
+        recent, before = self._windows()
+        if self._frozen is not None:
+            before = self._frozen[0]
+        elif min(self._slots, default=newest) > newest - 2 * _NUM_RECENT + 1:
             return {}
-        zeros = torch.zeros(sum(self._sizes), dtype=torch.int64)
-        recent, before = zeros.clone(), zeros.clone()
-        for slot, counts in self._slots.items():
-            window = recent if slot > newest - _NUM_RECENT else before
-            window += counts
         drifts = {}
         names = [feature.name for feature in self._ids] + [number.name for number in self._numbers]
         windows = zip(names, recent.split(self._sizes), before.split(self._sizes), strict=True)
@@ -163,6 +165,39 @@ class FeatureDrift:
                 drifts[name] = _drift(now.double(), earlier.double(), num_special)
         return drifts
 
+    def _windows(self) -> tuple[Tensor, Tensor]:
+        """Return the counts of the last hour, and of the day before, over the buckets of all features."""
+        newest, zeros = max(self._slots, default=0), torch.zeros(sum(self._sizes), dtype=torch.int64)
+        recent, before = zeros.clone(), zeros.clone()
+        for slot, counts in self._slots.items():
+            window = recent if slot > newest - _NUM_RECENT else before
+            window += counts
+        return recent, before
+
+    @property
+    def frozen_seconds(self) -> float:
+        """Event time since `freeze`; 0 if the reference is not frozen."""
+        return 0.0 if self._frozen is None else _SLOT_SECONDS * (max(self._slots) - self._frozen[1])
+
+    def freeze(self) -> None:
+        """Keep the reference of the last `compute` until `unfreeze`, unless it is frozen. Not collective."""
+        if self._frozen is None:
+            self._frozen = self._windows()[1], max(self._slots)
+
+    def unfreeze(self, *, accept: bool = False) -> None:
+        """Let the reference move again, if it is frozen. Not collective.
+
+        Args:
+            accept: whether the values since `freeze` become part of the reference. If not, the frozen one
+                stays for a day, and only the values of the last hour are added to it as they get older.
+        """
+        if self._frozen is not None and not accept:
+            newest = max(self._slots)
+            recent = {slot: counts for slot, counts in self._slots.items() if slot > newest - _NUM_RECENT}
+            # In the newest slot that makes the reference long enough.
+            self._slots = {newest - 2 * _NUM_RECENT + 1: self._frozen[0], **recent}
+        self._frozen = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts until the last `compute`, equal on all ranks."""
         slots = sorted(self._slots)
@@ -171,13 +206,16 @@ class FeatureDrift:
             "buckets": [[feature.name, size] for feature, size in self._features()],
             "slots": slots,
             "counts": torch.stack(counts).int() if counts else torch.zeros(0, dtype=torch.int32),
+            **({} if self._frozen is None else {"frozen": self._frozen[0], "frozen_slot": self._frozen[1]}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counts, on any number of ranks, unless they are of other features or buckets."""
-        self._local, self._pending, self._num_pending = {}, [], 0
+        self._local, self._pending, self._num_pending, self._frozen = {}, [], 0, None
         if state["buckets"] == [[feature.name, size] for feature, size in self._features()]:
             self._slots = dict(zip(state["slots"], state["counts"].long(), strict=True))
+            if "frozen" in state:
+                self._frozen = state["frozen"], state["frozen_slot"]
 
     def _features(self) -> list[tuple[IdValues | NumberValues, int]]:
         """Return the features with their number of buckets."""
