@@ -3,7 +3,7 @@
 import logging
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.durable import DamageError, read_regular, unsealed
@@ -24,15 +24,37 @@ _MANAGED_NAME = re.compile(r"step-([0-9]{10,})")
 
 
 class Hold(NamedTuple):
-    """Since when and why a run holds back its weights from servers, although it continues to train.
+    """Since when and why a run holds back its weights from servers, or rolls them back.
+
+    During a hold, training continues. A roll-back returns run and servers to an earlier checkpoint, and ends
+    training. All later attributes are those of a roll-back, and None during a hold.
 
     Attributes:
-        step: step of the last checkpoint before the hold; None: there is none.
+        step: step of the last checkpoint before the hold, or of the checkpoint to return to; None: there is
+            none.
         reason: the alarm that began the hold.
+        position: position in the stream at the alarm.
+        delta: number of the delta that takes servers back; None: it is not published yet.
+        choice: what the resumed run does with the records up to ``position``, if the user has decided.
     """
 
     step: int | None
     reason: str
+    position: dict[str, Any] | None = None
+    delta: int | None = None
+    choice: str | None = None
+
+    @property
+    def is_roll_back(self) -> bool:
+        """Whether the run returns to the checkpoint."""
+        return self.position is not None
+
+    @property
+    def text(self) -> str:
+        """Sentence for the user."""
+        if self.is_roll_back:
+            return f"The run returns to step {self.step:,}, and stops: {self.reason}"
+        return f"Deltas are held back: {self.reason}"
 
 
 def read_hold(run: str | Path) -> Hold | None:
@@ -44,10 +66,10 @@ def read_hold(run: str | Path) -> Hold | None:
     path = Path(run) / HOLD
     try:
         values = unsealed(read_regular(path, _MAX_HOLD_BYTES), HOLD, required=True)
-        return Hold(values["step"], values["reason"])
+        return Hold(**values)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, DamageError, KeyError) as error:
+    except (OSError, DamageError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}. Name a checkpoint instead of the run.") from error
 
 

@@ -69,13 +69,13 @@ class DeltaPublisher:
         # `_ids_to_repeat`, are in no delta.
         self.published_step, self._updates = step, self._tracker.step
 
-        def read_deltas() -> tuple[Published | None, dict[str, Tensor]]:
-            """Return the result of `_find_last_delta` on rank 0, and (None, {}) on all other ranks."""
+        def read_deltas() -> tuple[Published | None, dict[str, Tensor], bool]:
+            """Return values for the attributes below on rank 0; of other ranks, they are not used."""
             try:
                 if self._axis.rank:
-                    return None, {}
-                last, later = self._find_last_delta(step, after)
-                return last, _merged(later, unpublished or {})
+                    return None, {}, False
+                last, later, is_behind = self._find_last_delta(step, after)
+                return last, _merged(later, unpublished or {}), is_behind or bool(unpublished)
             except DeltaError as error:
                 raise ValueError(
                     f"the deltas of {self._folder} cannot be continued: {error} Or move the folder away, and "
@@ -83,13 +83,16 @@ class DeltaPublisher:
                 ) from error
 
         # `_ids_to_repeat` has, by table, IDs of rows that the next delta must contain even if they do not
-        # change any more: servers have other values for them. Cleared once that delta is published.
-        self.last, self._ids_to_repeat = agreed(self._axis, read_deltas, "reading existing deltas")[0]
+        # change any more: servers have other values for them. `_is_behind` is whether servers may have other
+        # weights. Both are reset once that delta is published.
+        self.last, self._ids_to_repeat, self._is_behind = agreed(
+            self._axis, read_deltas, "reading existing deltas"
+        )[0]
 
     def publish(self, step: int, *, event_time: int | None = None) -> None:
         """Write a delta with all weight changes since the last delta.
 
-        Does nothing if the last delta was written at the same ``step``.
+        Does nothing if the last delta was written at the same ``step``, and has the weights of this step.
 
         Args:
             step: current training step.
@@ -100,7 +103,7 @@ class DeltaPublisher:
             CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
                 the changes.
         """
-        if step == self.published_step:
+        if self.is_current(step):
             return
         number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / delta_name(number, kind) for kind in KINDS)
@@ -139,11 +142,11 @@ class DeltaPublisher:
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
         # Only after success. After a failure, the next delta starts from the same step and has the same rows.
-        self.published_step, self._updates, self._ids_to_repeat = step, updates, {}
+        self.published_step, self._updates, self._ids_to_repeat, self._is_behind = step, updates, {}, False
 
     def is_current(self, step: int) -> bool:
         """Return whether the deltas have all changes up to a training step."""
-        return step == self.published_step and not self._ids_to_repeat
+        return step == self.published_step and not self._is_behind
 
     def unpublished_ids(self) -> dict[str, Tensor]:
         """Return the IDs whose changes since the last delta are in no delta, by table name. Collective.
@@ -182,7 +185,7 @@ class DeltaPublisher:
 
     def _find_last_delta(
         self, step: int, after: Published | None
-    ) -> tuple[Published | None, dict[str, Tensor]]:
+    ) -> tuple[Published | None, dict[str, Tensor], bool]:
         """Find the last delta in the folder, and the rows which the next delta must repeat.
 
         A resumed run may start from weights that are older than the last delta. Servers may have applied the
@@ -194,7 +197,8 @@ class DeltaPublisher:
             after: last delta contained in the weights; None: unknown.
 
         Returns:
-            The last delta, or None if no delta exists, and the distinct IDs in later deltas by table name.
+            The last delta, or None if no delta exists; the distinct IDs in later deltas by table name; and
+            whether there are later deltas.
 
         Raises:
             DeltaError: a delta after ``after`` is missing or damaged.
@@ -221,7 +225,7 @@ class DeltaPublisher:
         if after is not None and (last is None or last.number < after.number):
             # The user removed deltas from the folder, but servers with these deltas wait for the next number.
             last = after
-        return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}
+        return last, {name: torch.cat(tensors).unique() for name, tensors in ids.items()}, bool(later)
 
     def _untracked_weights(self) -> dict[str, Tensor]:
         """Return all parameters and buffers except tracked tables, as full CPU tensors. Collective."""
