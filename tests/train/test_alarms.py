@@ -9,7 +9,7 @@ import pytest
 
 from meshrec.metrics.drift import Drift
 from meshrec.train.alarms import Alarms
-from meshrec.train.observers import Logged
+from meshrec.train.observers import Logged, Reported
 from meshrec.train.progress import StreamProgress
 from meshrec.train.stream_options import StreamOptions
 
@@ -53,6 +53,38 @@ def test_an_alarm_begins_and_ends_once(webhook):
     sent = sorted((received.get(timeout=60) for _ in range(3)), key=lambda each: each["step"])
     assert [each["calibration@hour"] for each in sent] == [1.6, 1.2, 0.6]
     assert {each["run"] for each in sent} == {"live"}
+    alarms.close()
+    alarms.report("roll-back", "text", 9, {"delta": 4})
+    sent = received.get(timeout=60)
+    assert (sent["kind"], sent["text"], sent["delta"]) == ("roll-back", "text", 4)
+
+
+def test_an_alarm_at_the_limit_ends_only_clearly_within_it():
+    events = []
+    alarms = Alarms(
+        StreamOptions(calibration_limit=1.5, drift_limit=0.5), StreamProgress(), "live", events.append
+    )
+    for step, value in enumerate([1.51, 1.49, 1.51, 1.41, 1.39, 1.49, 0.66, 0.7, 0.72]):
+        alarms.check(line(step, value), {})
+    for step, value in enumerate([0.51, 0.49, 0.41, 0.39, 0.49], 10):
+        alarms.check(line(step, 1.0), {"price": Drift(value, (0.0, 0.0), (0.0, 0.0))})
+    lines = [event.line for event in events if isinstance(event, Logged)]
+    assert [(reported["step"], reported["on"]) for reported in lines] == [
+        *((0, True), (4, False)),  # within a factor of 1.4
+        *((6, True), (8, False)),
+        *((10, True), (13, False)),
+    ]
+
+
+def test_an_alarm_about_drift_ends_after_a_week():
+    events = []
+    alarms = Alarms(StreamOptions(drift_limit=0.25), StreamProgress(), "live", events.append)
+    drifts = {"price": Drift(0.75, (0.5, 0.125), (0.0, 0.0))}
+    for step, days in enumerate([0, 6, 7, 8]):
+        alarms.check(line(step, 1.0), drifts, drift_seconds=86400 * days)
+    lines = [event.line for event in events if isinstance(event, Logged)]
+    assert [(reported["step"], reported["on"]) for reported in lines] == [(0, True), (3, False)]
+    assert "7 days" in [event.text for event in events if isinstance(event, Reported)][-1]
 
 
 def test_few_samples_and_lines_without_calibration_change_nothing():
@@ -100,8 +132,10 @@ def test_options_of_alarms_are_checked():
     # Options without an effect.
     with pytest.raises(ValueError, match=r"on_alarm is 'hold'.*drift_limit"):
         StreamOptions(on_alarm="hold")
+    with pytest.raises(ValueError, match=r"on_alarm is 'roll-back'.*drift_limit"):
+        StreamOptions(on_alarm="roll-back")
     with pytest.raises(ValueError, match="delta_seconds is None"):
-        StreamOptions(on_alarm="hold", drift_limit=0.25, delta_seconds=None)
+        StreamOptions(on_alarm="roll-back", drift_limit=0.25, delta_seconds=None)
     with pytest.raises(ValueError, match="page_server is http://a"):
         StreamOptions(page_server="http://a")
     with pytest.raises(ValueError, match="ftp://host"):

@@ -24,7 +24,7 @@ from tests.train.test_stream_trainer import OFTEN, run
 HOLD = replace(OFTEN, calibration_limit=1.5, on_alarm="hold")
 
 
-def check(self, line, drifts):
+def check(self, line, drifts, **_):
     """An alarm from step 6 until before step 14."""
     self._set("calibration@hour", 6 <= line["step"] < 14, "bad records", line["step"], {})
 

@@ -40,6 +40,7 @@ def make(
     stop=None,
     changed=lambda recipe: recipe,
     features=FEATURES,
+    after_roll_back=None,
 ):
     features = TimedFeatures(features, "ts")
     stream = Follow(events, features, poll_seconds=1e-3)
@@ -52,6 +53,7 @@ def make(
         folder=None if out is None else RunFolder(out),
         observer=observer,
         stop=stop,
+        after_roll_back=after_roll_back,
     )
 
 

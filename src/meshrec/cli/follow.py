@@ -2,12 +2,14 @@
 
 import inspect
 import itertools
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
+from meshrec.checkpoint.finding import read_hold
 from meshrec.cli.arguments import HELP, UsageError, parse_known
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.train import (
@@ -21,12 +23,13 @@ from meshrec.cli.train import (
     run_here,
     with_data_folder,
 )
+from meshrec.comms.joining import RESTARTS_VARIABLE
 from meshrec.comms.launchers import launched
 from meshrec.data.label_options import LabelOptions
 from meshrec.data.locations import HIDDEN, is_address
 from meshrec.runs.saved_recipe import restore_options
 from meshrec.train.run_folder import CONFIG, RunFolder
-from meshrec.train.stream_options import StreamOptions
+from meshrec.train.stream_options import AfterRollBack, StreamOptions, check_roll_back
 
 _Part = TypeVar("_Part", StreamOptions, LabelOptions)
 
@@ -47,6 +50,10 @@ class FollowOptions(RunOptions, StreamOptions, LabelOptions):
     """Later actions: a folder, Redis streams or Kafka topics, as for SOURCE. SOURCE then has impressions
     without the recipe's label: 1 if an action with the same --key comes within --window-seconds, else 0.
     Needs --time.
+    """
+    after_roll_back: AfterRollBack | None = None
+    """With --resume, after an alarm has rolled the run back: reread trains the records between the checkpoint
+    and the alarm again; skip continues after them.
     """
 
 
@@ -89,6 +96,13 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         command="follow",
         default=None if resumed is None else _saved_options(resumed),
     )
+    after_roll_back = options.after_roll_back
+    if os.environ.get(RESTARTS_VARIABLE, "0") != "0":
+        # The first start has left the roll-back. The choice is not for a later one.
+        after_roll_back = None
+    elif not launched():
+        hold = None if resumed is None else read_hold(resumed.path)
+        check_roll_back("the run" if resumed is None else resumed.name, hold, after_roll_back)
     job = make_job(
         command,
         options,
@@ -97,6 +111,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         actions=_find_actions(options.actions, resumed),
         stream_options=_part(options, StreamOptions),
         label_options=_part(options, LabelOptions),
+        after_roll_back=after_roll_back,
     )
     if launched():
         return as_rank(job, quiet=options.quiet)

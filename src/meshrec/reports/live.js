@@ -31,7 +31,7 @@ function draw() {
   if (isAway) append(note(`No answer since ${new Date(1e3 * run.now).toLocaleTimeString()}: the run has ended, or this machine does not reach it.`, "failed"));
   if (run.state.error) append(note(run.state.error, "failed"));
   for (const alarm of lasting()) append(note(`Alarm since ${alarmText(alarm)}`, "failed"));
-  if (run.hold !== null) append(note(`Deltas are held back: ${run.hold}`, "failed"));
+  if (run.hold !== null) append(note(run.hold, "failed"));
   if (run.served && run.served.reason) append(note(`The server takes no more deltas: ${run.served.reason}`, "failed"));
   const cards = ["auc", "normalized_entropy", "calibration"].map(name => `${name}@hour`).filter(name => train && isNumber(train[name])).map(name => [value(train, name), titleOf(name)]);
   if (train) cards.push([value(train, "loss"), `${run.titles.loss} since the line before`], [count(train.samples_per_second), "samples per second"], [age(train.event_time), "lag: age of the newest event"]);

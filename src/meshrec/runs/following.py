@@ -167,6 +167,7 @@ class StreamRun(RankRun):
             profile=job.profile,
             store=self._store,
             drift=drift_of(features),
+            after_roll_back=job.after_roll_back,
         )
 
     def _open_joined(self, features: Encoding, folder: Path) -> JoinedStream:
@@ -223,8 +224,13 @@ class StreamRun(RankRun):
         """Add nothing, because explanations and refits need data."""
 
     def _results(self, trainer: Any) -> dict[str, Any]:
-        """Return no results of evaluations: the metrics of a stream are in the metrics lines."""
+        """Return no results of evaluations: the metrics of a stream are in the metrics lines.
+
+        A run that was rolled back has failed: its user must decide how it continues.
+        """
+        error = trainer.rolled_back_because
         return {
+            **({} if error is None else {"state": "failed", "error": error}),
             "best_step": trainer.progress.step,
             "weights_step": trainer.progress.step,
             "validation": {},

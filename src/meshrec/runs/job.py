@@ -11,7 +11,7 @@ from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.observers import Observer
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
-from meshrec.train.stream_options import StreamOptions
+from meshrec.train.stream_options import AfterRollBack, StreamOptions
 
 RUN_VARIABLE = "MESHREC_RUN"
 """Environment variable with the path of the run folder, set by MeshRec's launcher for the ranks it starts."""
@@ -51,6 +51,8 @@ class Job:
             ``stream``. None: the records of the stream have labels.
         stream_options: options of training on the stream; not None if there is a stream.
         label_options: options of the join with actions.
+        after_roll_back: what a resumed run on a stream does with the records until the alarm; None: it was
+            not rolled back.
         on_event: function called with every event, on every rank.
     """
 
@@ -74,4 +76,5 @@ class Job:
     actions: str | None = None
     stream_options: StreamOptions | None = None
     label_options: LabelOptions = field(default_factory=LabelOptions)
+    after_roll_back: AfterRollBack | None = None
     on_event: Observer | None = None

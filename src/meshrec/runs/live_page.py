@@ -147,7 +147,7 @@ class _LiveRun:
                 "lines": self._lines.shown(),
                 "last": self._lines.last,
                 "alarms": list(self._lines.alarms),
-                "hold": None if hold is None else hold.reason,
+                "hold": None if hold is None else hold.text,
                 "checkpoint": self._checkpoint(),
                 "served": None if self._server is None else self._server.freshness(),
             }

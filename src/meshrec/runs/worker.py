@@ -343,6 +343,7 @@ class RankRun:
             "actions",
             "stream_options",
             "label_options",
+            "after_roll_back",
         )
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type

@@ -1,12 +1,31 @@
 """Progress of a training run, which is stored in checkpoints."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from meshrec.checkpoint import Hold, Published, load, read_manifest
 from meshrec.data import Position, streams
+
+_POINT_SECONDS = 1800
+"""Minimum distance of two checkpoints that are kept for a roll-back, in event time."""
+
+
+class RestorePoint(NamedTuple):
+    """A checkpoint that is kept for a roll-back, with what must be kept to continue from it.
+
+    Attributes:
+        step: step of the checkpoint.
+        event_time: time of the newest event before it, in microseconds since 1970.
+        position: position in the stream.
+        published: last delta that the weights contain, as a list; None: there is none.
+    """
+
+    step: int
+    event_time: int
+    position: dict[str, Any]
+    published: list[Any] | None
 
 
 class RunProgress:
@@ -23,6 +42,7 @@ class RunProgress:
             step than that of the checkpoint if deltas are held back, or could not be written.
         unpublished: IDs of the rows changed since ``published_step``, by table; see `DeltaPublisher`.
         hold: since when and why deltas are held back; None: they are published.
+        restore_points: checkpoints that are kept for a roll-back, ascending; empty except on streams.
         start_options: model options returned by `ModelConfig.start`; empty if no weights were fitted.
     """
 
@@ -35,6 +55,7 @@ class RunProgress:
         self.published_step = 0
         self.unpublished: dict[str, Tensor] = {}
         self.hold: Hold | None = None
+        self.restore_points: list[RestorePoint] = []
         self.start_options: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,6 +134,25 @@ class StreamProgress(RunProgress):
         self.position: streams.Position | None = None
         self.alarms: dict[str, str] = {}
 
+    def add_restore_point(self, window_seconds: float) -> None:
+        """Add the current step to the restore points, unless the last one is recent, and drop old ones.
+
+        The newest point from before the window, and all later points are kept.
+
+        Args:
+            window_seconds: age that a checkpoint must have for a roll-back, in event time.
+        """
+        if self.event_time is None or self.position is None:
+            return
+        points, end = self.restore_points, self.event_time - round(1e6 * window_seconds)
+        points = [point for point in points if point.event_time <= end][-1:] + [
+            point for point in points if point.event_time > end
+        ]
+        if not points or self.event_time - points[-1].event_time >= 1e6 * _POINT_SECONDS:
+            published = None if self.published is None else list(self.published)
+            points.append(RestorePoint(self.step, self.event_time, self.position, published))
+        self.restore_points = points
+
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain values."""
         return {
@@ -120,13 +160,16 @@ class StreamProgress(RunProgress):
             "position": self.position,
             "event_time": self.event_time,
             "alarms": dict(self.alarms),
+            "restore_points": [list(point) for point in self.restore_points],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state from ``state_dict``."""
         super().load_state_dict(state)
         self.position, self.event_time = state["position"], state["event_time"]
-        self.alarms = dict(state.get("alarms", {}))  # earlier releases did not keep them
+        # Earlier releases kept none of these.
+        self.alarms = dict(state.get("alarms", {}))
+        self.restore_points = [RestorePoint(*point) for point in state.get("restore_points", [])]
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 import torch
@@ -25,6 +25,8 @@ from meshrec.train.run_folder import DELTAS, RunFolder
 if TYPE_CHECKING:
     from meshrec.checkpoint.publishing import DeltaPublisher
     from meshrec.checkpoint.stored import ObjectStore
+
+T = TypeVar("T")
 
 
 class CheckpointSaver:
@@ -98,6 +100,8 @@ class CheckpointSaver:
         self._every = every
         self._saved: int | None = None
         """Step of the last successful save or load; None after a failure."""
+        self._attempted: int | None = None
+        """Step of the last save that was started."""
         # Manager of the checkpoints; None if no checkpoints are saved.
         self._manager: CheckpointManager | None = None
         best: CheckpointManager | None = None
@@ -122,16 +126,22 @@ class CheckpointSaver:
 
     def resume(self) -> bool:
         """Load the newest intact checkpoint. Return whether there is one."""
-        if self._manager is None:
+        manager = self._manager
+        if manager is None:
             return False
+        self._saved = self._load(lambda: manager.load_latest(self.state))
+        return self._saved is not None
+
+    def _load(self, load: Callable[[], T]) -> T:
+        """Load a checkpoint with a function, and return its result. The options of optimizers stay."""
         # Loading overwrites the optimizer options. Restore them, because the current recipe's options apply.
         optimizers = (self.state["table_optimizer"], self.state["dense_optimizer"])
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        self._saved = self._manager.load_latest(self.state)
+        result = load()
         for group, values in zip(groups, options, strict=True):
             group.update(values)
-        return self._saved is not None
+        return result
 
     def load_matching(
         self, weights: Path, last: Path, *, fresh_tables: Collection[str], tables_only: bool
@@ -199,13 +209,19 @@ class CheckpointSaver:
     def show_hold(self) -> None:
         """Write or remove the file that says whether the run holds back its weights."""
         hold = self._progress.hold
-        if self._manager is not None:
-            self._manager.retained = frozenset([] if hold is None or hold.step is None else [hold.step])
+        self._retain()
         if self.folder is not None and self._is_first:
             if hold is None:
                 self.folder.discard(self.folder.path / HOLD)
             else:
                 self.folder.write_json(HOLD, hold._asdict(), seal=True)
+
+    def _retain(self) -> None:
+        """Tell the manager which old checkpoints are needed."""
+        if self._manager is not None:
+            hold, points = self._progress.hold, self._progress.restore_points
+            steps = [None if hold is None else hold.step, *(point.step for point in points)]
+            self._manager.retained = frozenset(step for step in steps if step is not None)
 
     def publish(self) -> None:
         """Write a delta, if the run publishes deltas and does not hold them back.
@@ -243,9 +259,13 @@ class CheckpointSaver:
     def oldest_progress(self) -> dict[str, Any] | None:
         """Progress of the oldest checkpoint from which the run may continue; None: unknown.
 
-        It is unknown after a start, while there may be checkpoints of an earlier start.
+        It is unknown after a start, while there may be checkpoints of an earlier start. If the checkpoint is
+        kept for a roll-back, the result has the fields of `RestorePoint`.
         """
-        return self._kept[0] if len(self._kept) == self._kept.maxlen else None
+        if len(self._kept) != self._kept.maxlen:
+            return None
+        points = [point._asdict() for point in self._progress.restore_points]
+        return min([self._kept[0], *points], key=lambda progress: int(progress["step"]))
 
     def remove_deltas_before(self, seconds: float) -> None:
         """Remove deltas of this run that are older than a time, and that all kept checkpoints contain."""
@@ -329,6 +349,7 @@ class CheckpointSaver:
         try:
             # A background save has only started when this returns. If it fails later, `wait` or the next save
             # raises, and `_record_failure` resets `_saved`.
+            self._attempted = self._progress.step
             save(self._progress.step, self.state)
             self._saved = self._progress.step
             self._kept.append({**self._progress.state_dict(), "unpublished": {}})
@@ -343,6 +364,8 @@ class CheckpointSaver:
         """Record a failed save, and tell the user."""
         self._saved = None
         self._kept.clear()
+        points = self._progress.restore_points
+        self._progress.restore_points = [point for point in points if point.step != self._attempted]
         self.failures.append(str(error))
         self._tell(f"no checkpoint was saved: {error}")
 

@@ -4,8 +4,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from meshrec.checkpoint.finding import Hold
+
 TimeUnit = Literal["s", "ms", "us", "ns"]
-OnAlarm = Literal["log", "hold"]
+OnAlarm = Literal["log", "hold", "roll-back"]
+AfterRollBack = Literal["reread", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,8 @@ class StreamOptions:
     """HTTP address that receives alarms as JSON; none: they are only logged."""
     on_alarm: OnAlarm = "log"
     """What an alarm does. With log, it is only reported; with hold, the run publishes no deltas until the
-    alarm ends, so that servers keep the last good weights.
+    alarm ends, so that servers keep the last good weights; with roll-back, run and servers also return to a
+    checkpoint from at least an hour before, and training stops.
     """
 
     page: int | None = None
@@ -72,14 +76,14 @@ class StreamOptions:
             raise ValueError(f"page is {self.page}; a port is from 0 to {(1 << 16) - 1:,}. Take 0 for any.")
         if self.on_alarm not in get_args(OnAlarm):
             raise ValueError(f"on_alarm is {self.on_alarm!r}; it must be one of {get_args(OnAlarm)}.")
-        if self.on_alarm == "hold" and self.calibration_limit is None and self.drift_limit is None:
+        if self.on_alarm != "log" and self.calibration_limit is None and self.drift_limit is None:
             raise ValueError(
-                "on_alarm is 'hold', and no limit raises an alarm. Set calibration_limit, such as 1.5, or "
-                "drift_limit, such as 0.25; or take on_alarm 'log'."
+                f"on_alarm is {self.on_alarm!r}, and no limit raises an alarm. Set calibration_limit, "
+                "such as 1.5, or drift_limit, such as 0.25; or take on_alarm 'log'."
             )
-        if self.on_alarm == "hold" and self.delta_seconds is None:
+        if self.on_alarm != "log" and self.delta_seconds is None:
             raise ValueError(
-                "on_alarm is 'hold', and delta_seconds is None, so there are no deltas to hold back. Set "
+                f"on_alarm is {self.on_alarm!r}, and delta_seconds is None, so servers get no deltas. Set "
                 "delta_seconds, such as 5, or take on_alarm 'log'."
             )
         if self.page_server is not None and self.page is None:
@@ -87,3 +91,41 @@ class StreamOptions:
                 f"page_server is {self.page_server}, and there is no page to show it. Set page to a port, "
                 "such as 8000 or 0 for any, or page_server to none."
             )
+
+
+def check_roll_back(name: str, hold: Hold | None, after_roll_back: AfterRollBack | None) -> None:
+    """Check that a run which was rolled back is resumed with a choice about its records, and only such a run.
+
+    Args:
+        name: run name.
+        hold: hold or roll-back of the run; None: there is none.
+        after_roll_back: the choice; None: none was made.
+
+    Raises:
+        ValueError: a choice is missing, or nothing is left to choose.
+    """
+    if hold is not None and hold.delta is not None:
+        choice = after_roll_back or hold.choice
+        if choice is None:
+            raise ValueError(f"{name} was rolled back to step {hold.step:,}: {hold.reason}. {advice(name)}")
+        if hold.choice not in (None, choice):
+            raise ValueError(
+                f"after_roll_back is {choice!r}, and {name} continues with {hold.choice!r} already, but has "
+                f"been interrupted. Take --after-roll-back {hold.choice}."
+            )
+    elif after_roll_back is not None:
+        state = "was not rolled back" if hold is None else f"is not rolled back yet: {hold.text}"
+        raise ValueError(f"after_roll_back is {after_roll_back!r}, and {name} {state}. Leave the option out.")
+
+
+def advice(name: str) -> str:
+    """Return how to continue a run that was rolled back.
+
+    Args:
+        name: run name.
+    """
+    command = f"meshrec follow --resume --name {name} --after-roll-back"
+    return (
+        f"Continue with `{command} reread`, which trains all records since then again, once they are mended; "
+        f"or with `{command} skip`, which continues with the records after the alarm."
+    )

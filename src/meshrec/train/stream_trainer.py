@@ -12,6 +12,7 @@ ranks exchange after every step, so that all ranks do it after the same step, wi
 
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from meshrec.checkpoint.matching import Differences
 from meshrec.data import Batch, Dataset, prefetch
 from meshrec.data.streams import Burst, Stream
 from meshrec.metrics import SlidingMetrics
-from meshrec.metrics.drift import Drift, FeatureDrift
+from meshrec.metrics.drift import MAX_FROZEN_SECONDS, Drift, FeatureDrift
 from meshrec.ops.memory import frozen_objects, return_freed_memory
 from meshrec.ops.threads import at_most_threads
 from meshrec.tables import set_event_time
@@ -32,17 +33,19 @@ from meshrec.train.progress import StreamProgress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import ModelConfig, Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.saver import CheckpointSaver
 from meshrec.train.step import Outputs
 from meshrec.train.steps import MetricLines, Steps, num_threads
 from meshrec.train.stopping import Agreement, StopRequest
-from meshrec.train.stream_options import StreamOptions
+from meshrec.train.stream_options import AfterRollBack, StreamOptions, advice
+from meshrec.train.stream_saver import StreamSaver
 
 if TYPE_CHECKING:
     from meshrec.checkpoint.stored import ObjectStore
 
 WINDOWS = {"hour": 3600, "day": 86400}
 """Length of the windows of test-then-train metrics, in seconds of event time."""
+_ALARM_SECONDS = WINDOWS["hour"]
+"""Length of the window of alarms. What raised an alarm is in none of the weights from before."""
 # Bits of the work that rank 0 announces.
 _LOG, _PUBLISH, _SAVE = 1, 2, 4
 
@@ -69,6 +72,8 @@ class StreamTrainer:
         profile: whether to record a profiler trace for a few steps.
         store: object store for checkpoints; None: they are saved in the run folder.
         drift: windows of feature values; None: no drift is computed.
+        after_roll_back: what a resumed run does with the records until the alarm: "reread" or "skip"; None:
+            it was not rolled back.
 
     Attributes:
         built: the model and the optimizers.
@@ -97,6 +102,7 @@ class StreamTrainer:
         profile: bool = False,
         store: "ObjectStore | None" = None,
         drift: FeatureDrift | None = None,
+        after_roll_back: AfterRollBack | None = None,
     ) -> None:
         # Check before the model is allocated.
         recipe.check(ranks.size)
@@ -108,7 +114,7 @@ class StreamTrainer:
         self.built: BuiltModel = build(recipe, dataset, ranks)
         self.progress = StreamProgress()
         self._lines = StreamLines(recipe, self.built, ranks, self.progress, drift)
-        self.saver = CheckpointSaver(
+        self.saver = StreamSaver(
             self.built,
             self.progress,
             {"windows": self._lines},
@@ -130,17 +136,32 @@ class StreamTrainer:
             profile=profile,
             bf16=self.precision.bf16,
         )
-        run = "" if folder is None else folder.path.name
-        self._alarms = Alarms(options, self.progress, run, self._notify if ranks.is_first else None)
+        self._run, self._after_roll_back = "" if folder is None else folder.path.name, after_roll_back
+        self._alarms = Alarms(options, self.progress, self._run, self._notify if ranks.is_first else None)
         # On rank 0 only: when work is due, and when the last step ended, of time.monotonic.
         self._clock: _Clock | None = _Clock(options) if ranks.is_first else None
         self._last_step = time.monotonic()
         self._is_warm = False
 
     @property
+    def rolled_back_because(self) -> str | None:
+        """Sentences that say why the run was rolled back, and how to continue; None if it was not."""
+        hold, event_time = self.progress.hold, self.progress.event_time
+        if hold is None or hold.delta is None or event_time is None:
+            return None
+        until = datetime.fromtimestamp(event_time / 1e6, timezone.utc)
+        return (
+            f"the run was rolled back to step {hold.step:,}, with events until {until:%Y-%m-%d %H:%M:%S} "
+            f"UTC, because {hold.reason}. Delta {hold.delta} takes servers back to these weights, and "
+            f"training has stopped. {advice(self._run)}"
+        )
+
+    @property
     def ended_because(self) -> str:
         """Sentence that says why training ended."""
         step = self.progress.step
+        if (text := self.rolled_back_because) is not None:
+            return text
         if self.stopped:
             return f"training stopped at step {step:,}, as requested."
         if self.num_steps is not None and step >= self.num_steps:
@@ -150,9 +171,19 @@ class StreamTrainer:
         )
 
     def resume(self) -> bool:
-        """Load the newest intact checkpoint in the run folder. Return whether there is one. Collective."""
-        folder, is_resumed = self.saver.folder, self.saver.resume()
-        if is_resumed and folder is not None and self.ranks.is_first:
+        """Load the checkpoint in the run folder from which the run continues. Collective.
+
+        Returns:
+            Whether there is one.
+
+        Raises:
+            ValueError: the run was rolled back, and ``after_roll_back`` is None, or the other way around.
+        """
+        folder, is_resumed = self.saver.folder, self.saver.resume(self._after_roll_back)
+        if self._options.on_alarm != "roll-back":
+            self.progress.restore_points = []
+        is_training = is_resumed and not self.saver.is_rolling_back
+        if is_training and folder is not None and self.ranks.is_first:
             folder.remove_lines_after(self.progress.step, evaluated=False)
         # Also the checkpoint from before the first step may have the weights of another run.
         self._is_warm = self._is_warm or is_resumed
@@ -185,6 +216,8 @@ class StreamTrainer:
         # Tables have no clock of their own: a resumed run sets the time of the checkpoint.
         set_event_time(self.built.model, (self.progress.event_time or 0) // 1_000_000)
         self._alarms.drop_disabled()
+        if not self._alarms.has_drift:
+            self._lines.unfreeze(accept=True)
         self._apply_alarms()
         # Also without a change: the run may have been killed during a hold that its checkpoint does not have.
         self.saver.show_hold()
@@ -199,8 +232,18 @@ class StreamTrainer:
         self._finish_step(self._stop.exchange(self.ranks, at_once=True))
         self._log()
         self._steps.phases.write()
+        if self.saver.is_rolling_back:
+            self._roll_back()
         self.saver.finish()
         self._report_delta()
+        self._alarms.close()
+
+    def _roll_back(self) -> None:
+        """Return to the checkpoint from before an alarm, take the servers there, and report it."""
+        hold = self.saver.roll_back()
+        text = self.rolled_back_because
+        assert text is not None
+        self._alarms.report("roll-back", text, self.progress.step, {"delta": hold.delta})
 
     def _train(self) -> None:
         """Train the bursts of the stream until the run ends."""
@@ -270,8 +313,13 @@ class StreamTrainer:
             self._steps.raise_first_failure(self.saver.latest)
         if agreed.due & (_LOG | _SAVE):
             self._log()
-        if agreed.due & _SAVE and not self.saver.is_current:
-            self.saver.save()
+        # A roll-back must not have to undo more weights.
+        can_save = not (self.saver.is_current or self.saver.is_rolling_back)
+        if agreed.due & _SAVE and can_save:
+            if self._options.on_alarm == "roll-back" and not self._alarms.reason:
+                self.saver.save_restore_point(_ALARM_SECONDS)
+            else:
+                self.saver.save()
             self._remove_old()
         elif agreed.due & _PUBLISH:
             self._lines.newest_event()
@@ -284,7 +332,8 @@ class StreamTrainer:
     @property
     def _is_over(self) -> bool:
         """Whether the run ends now. Equal on all ranks."""
-        return self.stopped or (self.num_steps is not None and self.progress.step >= self.num_steps)
+        is_last = self.num_steps is not None and self.progress.step >= self.num_steps
+        return self.stopped or is_last or self.saver.is_rolling_back
 
     def _ends_stream(self) -> bool:
         """Return whether the stream ends although records may follow. Called on rank 0, if it waits."""
@@ -297,17 +346,29 @@ class StreamTrainer:
         if not self._lines.is_empty:
             line = self._lines.take_line()
             self._notify(Logged(line))
-            self._alarms.check(line, self._lines.drifts)
+            frozen_seconds = self._lines.frozen_seconds
+            self._alarms.check(line, self._lines.drifts, drift_seconds=frozen_seconds)
+            if self._alarms.has_drift:
+                self._lines.freeze()
+            else:
+                self._lines.unfreeze(accept=frozen_seconds > MAX_FROZEN_SECONDS)
             self._apply_alarms()
             self._lines.start_clock()
 
     def _apply_alarms(self) -> None:
-        """Hold back deltas while an alarm lasts, if the options say so, and publish them again after it."""
-        reason = self._alarms.reason if self._options.on_alarm == "hold" else ""
+        """Hold back deltas while an alarm lasts, or start to roll back, if the options say so."""
+        if self.saver.is_rolling_back:
+            return
+        reason = "" if self._options.on_alarm == "log" else self._alarms.reason
         is_held = self.progress.hold is not None
         if reason and not is_held:
+            text = "deltas are held back: servers keep their weights until the alarm ends"
+            if self._options.on_alarm == "roll-back":
+                if self.saver.start_roll_back(reason, _ALARM_SECONDS):
+                    return
+                text = f"no checkpoint is from an hour before, so the run is not rolled back, and {text}"
             self.saver.hold(reason)
-            self._notify(Reported("deltas are held back: servers keep their weights until the alarm ends"))
+            self._notify(Reported(text))
         elif is_held and not reason:
             self.saver.release()
             self._notify(Reported("deltas are published again: the alarm has ended"))
@@ -432,6 +493,21 @@ class StreamLines(MetricLines):
                 feature = max(self.drifts, key=lambda name: self.drifts[name].psi)
                 line |= {"drift": self.drifts[feature].psi, "drift_feature": feature}
         return line
+
+    @property
+    def frozen_seconds(self) -> float:
+        """Event time since `freeze`; 0 without it."""
+        return 0.0 if self._drift is None else self._drift.frozen_seconds
+
+    def freeze(self) -> None:
+        """Compare feature values with those from before now until `unfreeze`."""
+        if self._drift is not None:
+            self._drift.freeze()
+
+    def unfreeze(self, *, accept: bool) -> None:
+        """End `freeze`; see `FeatureDrift.unfreeze`."""
+        if self._drift is not None:
+            self._drift.unfreeze(accept=accept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows of metrics and of feature values until the last line."""
