@@ -370,7 +370,7 @@ def _prefix_of(manifest: Manifest, table: str) -> str:
 
 
 def _find_table(paths: set[str], table: str, where: str) -> str:
-    """Return the path that equals ``table`` or ends with ``.table``. ValueError unless there is only one."""
+    """Return the only path that equals ``table`` or ends with ``.table``, or raise ValueError."""
     matches = sorted(path for path in paths if path == table or path.endswith(f".{table}"))
     if len(matches) == 1:
         return matches[0]

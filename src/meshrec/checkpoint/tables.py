@@ -146,7 +146,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _module_entry(manifest: Manifest, entry: str | None) -> str:
-    """Return a module's entry name, by default the only one. ValueError if there is none, or several."""
+    """Return a module's entry name, by default the only one. Raise ValueError if it does not exist."""
     modules = [name for name, value in manifest.values.items() if value["kind"] == "module"]
     if entry is None and len(modules) == 1:
         return modules[0]

@@ -165,7 +165,7 @@ def _ratings(
 
 
 def _drop_missing_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
-    """Remove rows with a missing or infinite value. DataError if no row remains."""
+    """Remove rows with a missing or infinite value. Raise DataError if no row remains."""
     valid_rows = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
         valid = pc.is_valid(table[name])

@@ -251,7 +251,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def _match_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
     ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-        """Pair each parameter group with the saved group for its parameters. ValueError if there is none."""
+        """Pair each parameter group with the saved group for its parameters, or raise ValueError."""
         if new_groups is None:
             return []
         name_of = {parameter: name for name, parameter in self.params.items()}

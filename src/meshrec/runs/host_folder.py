@@ -228,7 +228,7 @@ def _launch_of(folder: RunFolder) -> str | None:
 
 
 def _wait_for_lock(folder: RunFolder, seconds: float) -> RunLock:
-    """Lock the folder of this launch once earlier ranks release it. ValueError after the timeout."""
+    """Lock the folder of this launch once earlier ranks release it. Raise ValueError on timeout."""
     # A file lock cannot be awaited with a time limit, so it is tried again and again.
     deadline = time.monotonic() + seconds
     while True:

@@ -187,7 +187,7 @@ def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """Return this user's secret key, and create it if ``make``. ValueError if others have access."""
+    """Return this user's secret key, and create it if ``make``. Raise ValueError if it is not secret."""
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
