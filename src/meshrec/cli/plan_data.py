@@ -132,9 +132,9 @@ def _of_source(source: Path, counts: dict[str, Any]) -> DataSize:
         run = RunFolder(folder)
         recipe = load_recipe(run)
         features = features_of(run) if (folder / FEATURES).is_file() else None
-        size = size_of_recipe(recipe, features, _speed_of(run))
+        size = _size_of_recipe(recipe, features, _speed_of(run))
     else:
-        size = size_of_recipe(resolve(str(source)))
+        size = _size_of_recipe(resolve(str(source)))
     wrong = ("values", "text_values") if size.is_log else ("users", "items", "evaluated_users")
     for name in wrong:
         if name in counts:
@@ -143,15 +143,13 @@ def _of_source(source: Path, counts: dict[str, Any]) -> DataSize:
     return with_counts(size, counts)
 
 
-def size_of_recipe(
+def _size_of_recipe(
     recipe: Recipe, features: "Features | None" = None, samples_per_second: float | None = None
 ) -> DataSize:
     """Count a recipe's data, which is read, and the rows of its embedding tables.
 
     Args:
-        recipe: the recipe.
         features: fitted features; None: fit them, if the recipe's data source has features.
-        samples_per_second: training speed of one rank; None: unknown.
     """
     from meshrec.data.features import Vocabulary
     from meshrec.data.features.values import is_text

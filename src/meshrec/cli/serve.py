@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
         ),
         max_body=options.max_body,
         warm_up=options.warm_up,
-        deltas=parse_deltas(options.deltas, models),
+        deltas=_parse_deltas(options.deltas, models),
         token=token,
         admin=options.admin,
         hosts=options.hosts,
@@ -130,19 +130,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
-    """Parse the values of ``--deltas``.
-
-    Args:
-        named: ``NAME=RUN`` or ``NAME=FOLDER`` arguments.
-        models: package folders by model name.
-
-    Returns:
-        Delta folders by model name.
-
-    Raises:
-        ValueError: an argument has another form, or names a model which is not served.
-    """
+def _parse_deltas(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the delta folders by model name from ``--deltas``: ``NAME=RUN`` or ``NAME=FOLDER`` arguments."""
     folders: dict[str, Path] = {}
     for text in named:
         name, equals, folder = text.partition("=")

@@ -57,7 +57,7 @@ class Column:
         quantiles: quantiles of sampled numbers or times at 0, 1, 25, 50, 75, 99 and 100 %; empty for other
             kinds.
         top_shares: shares of the most frequent values in sampled rows, in descending order, at most 20.
-        signal: AUC of the column as the only predictor of the label, see `column_auc`; None if unknown.
+        signal: AUC of the column as the only predictor of the label, see `_column_auc`; None if unknown.
         counts_up: whether integers rise from row to row, like row numbers.
         separator: separator between the values in a string; None if strings are single values. With a
             separator, lengths and ``distinct`` refer to the sampled rows.
@@ -382,7 +382,7 @@ class Profiler:
         if truth is not None:
             for name, column in columns.items():
                 if name != label and column.kind != "other":
-                    column.signal = column_auc(whole(sample.table[name]), column.kind, truth)
+                    column.signal = _column_auc(whole(sample.table[name]), column.kind, truth)
         return Profile(self._num_rows, columns, sample.table, labels)
 
 
@@ -410,7 +410,7 @@ def _is_nested(kind: pa.DataType) -> bool:
     return kind_of(kind) == "other" or kind_of(kind).startswith("list")
 
 
-def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
+def _column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float | None:
     """Return how well a single column predicts the label: the AUC, at least 1/2.
 
     Two predictions are tried, and the larger AUC is returned:
@@ -422,8 +422,6 @@ def column_auc(array: Any, kind: Kind, labels: npt.NDArray[np.float64]) -> float
     A label above the mean label counts as positive.
 
     Args:
-        array: the column, [n], in the row sample.
-        kind: column kind.
         labels: labels, [n]. Rows with a non-finite label are skipped.
 
     Returns:

@@ -287,28 +287,16 @@ class TableParts(NamedTuple):
         )
 
 
-def flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
-    """Create the only hop for a flat mesh, in which all ranks send rows to all ranks.
-
-    Args:
-        routing: the compiled plan.
-        env: the ranks.
-        codecs: encodings for embeddings and gradients.
-    """
+def _flat_hop(routing: Routing, env: ShardingEnv, codecs: Codecs) -> Hop:
+    """Create the only hop for a flat mesh, in which all ranks send rows to all ranks."""
     ranks = range(env.shard.size)
     sources = [rank_spans(routing, rank) for rank in ranks]
     parts = TableParts.of(routing, ranks)
     return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1], codecs=codecs, parts=parts)
 
 
-def node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
-    """Create two hops: the first adds rows inside a node, the second sends the sums between nodes.
-
-    Args:
-        routing: the compiled plan.
-        env: the ranks, on a mesh with the axes ``node`` and ``local``.
-        codecs: encodings for embeddings and gradients.
-    """
+def _node_hops(routing: Routing, env: ShardingEnv, codecs: Codecs) -> tuple[Hop, Hop]:
+    """Create two hops: the first adds rows inside a node, the second sends the sums between nodes."""
     assert env.node is not None
     assert env.local is not None
     size = env.local.size
@@ -345,12 +333,12 @@ class PooledOutput:
         # With a single node, or a single rank per node, a second hop would not reduce the traffic.
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
             # The hop inside a node, then the hop between nodes.
-            self._hops: tuple[Hop, ...] = node_hops(routing, env, codecs)
+            self._hops: tuple[Hop, ...] = _node_hops(routing, env, codecs)
             num_nodes, size = env.node.size, env.local.size
             # The first hop sends by local rank, so blocks with the same local rank must be adjacent.
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
         else:
-            self._hops = (flat_hop(routing, env, codecs),)
+            self._hops = (_flat_hop(routing, env, codecs),)
             self.blocks = list(range(env.shard.size))
 
     def send_rows(self, out: Tensor, batch: LookupBatch) -> InFlight:

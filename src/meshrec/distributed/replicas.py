@@ -87,7 +87,7 @@ class Replicas:
             grad: gradient for this replica's lookup output.
         """
         with phase(self._phase) if recorders else OFF:
-            sizes = gather_sizes(message.header, ids, self._axis)
+            sizes = _gather_sizes(message.header, ids, self._axis)
             whole = self._tables_to_sum(sizes)
             # First the all-reduce, because afterwards the all-gather may not be needed.
             rows = self._sum_tables(whole, ids, grad)
@@ -137,7 +137,7 @@ class Replicas:
         gradients = self._tables.sparse_grads(self._tables.output_shaped(grad, ids), ids, selected)
         weights = self._tables.weights
         shapes = [(weights[i].shape[0], weights[i].shape[1]) for i in selected]
-        return dict(zip(selected, reduce_gradients(gradients, shapes, self._axis), strict=True))
+        return dict(zip(selected, _reduce_gradients(gradients, shapes, self._axis), strict=True))
 
     def _gather_lookups(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
@@ -157,7 +157,7 @@ class Replicas:
         num_grads = (
             self._tables.num_elements(sizes.bags, sizes.num_ids)[:, :, tables.routes].sum((1, 2)).tolist()
         )
-        message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
+        message, grad = _gather_gradients(message, grad, headers, num_grads, self._axis)
         # Messages of all replicas, each in unpacking order.
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
@@ -165,13 +165,11 @@ class Replicas:
         return tables.gradient(grad, tables.resolve(all_ids, train=True))
 
 
-def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
+def _gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
     """Gather the message sizes from all replicas. Collective.
 
     Args:
         header: headers for this rank's n messages, int64 [n, 4].
-        ids: IDs in these messages, unpacked.
-        axis: the replicas.
     """
     num_messages = header.shape[0]
     # ID counts are on the device. This is the only copy to the host.
@@ -188,17 +186,13 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
     )
 
 
-def gather_gradients(
+def _gather_gradients(
     message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
 ) -> tuple[PackedIds, Tensor]:
     """Gather the packed IDs and the output gradients from all replicas in a single all-gather. Collective.
 
     Args:
-        message: this rank's packed IDs.
-        grad: this rank's output gradient, fp32, flat.
-        headers: message headers from all P ranks, int64 [P, n, 4].
         num_grads: number of gradient values on each rank.
-        axis: the replicas.
 
     Returns:
         Packed IDs and flat gradients from all ranks, in rank order.
@@ -267,15 +261,13 @@ def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
     return 2 * (num_ranks - 1) * 4 * elements // num_ranks
 
 
-def reduce_gradients(
+def _reduce_gradients(
     local_gradients: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
 ) -> list[RowGradients]:
     """All-reduce gradients as dense tensors, for all given tables at once. Collective.
 
     Args:
         local_gradients: for every table, the rows touched on this rank, and their gradients.
-        shapes: (rows, columns) for every table.
-        axis: ranks over which to sum.
 
     Returns:
         For every table, the rows touched on any rank, and their summed gradients.

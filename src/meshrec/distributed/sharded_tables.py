@@ -388,7 +388,7 @@ class ShardedTables:
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(batch.ids[0], sum(batch.block_sizes))
             if len(self._rank_tables) > 1:
-                rows = look_up_other_ranks(rows, self._rank_tables, batch.ids)
+                rows = _look_up_other_ranks(rows, self._rank_tables, batch.ids)
         with phase("output") if recorders else OFF:
             batch.in_flight = self._output.send_rows(rows, batch)
         # Data-parallel tables are looked up while the embeddings travel.
@@ -659,13 +659,11 @@ def copy_ids(part: LookupTables, ids: LookupIds) -> LookupIds:
     return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
 
 
-def look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
+def _look_up_other_ranks(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
     """Look up rows on the devices of all other ranks, and append them to the first rank's rows.
 
     Args:
-        rows: rows already looked up for the first rank.
         played: for every rank for which this process acts, its tables, in rank order.
-        ids: IDs to look up for every rank.
 
     Returns:
         Rows from all ranks, flat, in rank order, on the first rank's device.

@@ -182,7 +182,7 @@ class HistoryModel(nn.Module):
             history: B bags with the table rows for history items, values [N, D].
             times: B bags with timestamps in seconds, int64 [N]; None: the model does not read timestamps.
         """
-        return encode_in_buckets(history, self._max_length, self._encode_bucket)
+        return _encode_in_buckets(history, self._max_length, self._encode_bucket)
 
     def _encode_bucket(self, lengths: Tensor, rows: Tensor) -> Tensor:
         """Encode a bucket: padded histories with similar lengths.
@@ -546,7 +546,7 @@ class HistoryModel(nn.Module):
         return rows_by_feature[self.features.history], rows_by_feature[self.features.item].values()
 
 
-def encode_in_buckets(
+def _encode_in_buckets(
     history: JaggedTensor, max_length: int, encode: Callable[[Tensor, Tensor], Tensor]
 ) -> EncodedHistories:
     """Encode histories of different lengths with a function that needs padded inputs.
@@ -555,7 +555,6 @@ def encode_in_buckets(
     longest history. An exported program has a single bucket instead.
 
     Args:
-        history: B bags with table rows for the history items, values [N, D].
         max_length: Length to which an exported program pads all histories.
         encode: Function that maps a bucket's lengths [b] and padded rows [b, L, D] to vectors [b, L + 1, D].
     """

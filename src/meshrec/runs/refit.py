@@ -74,7 +74,7 @@ def check_refit(job: Job) -> None:
         )
 
 
-def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe:
+def _refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe:
     """Return the recipe for the refit on all rows.
 
     The refit makes as many passes over its rows as the first fit needed to reach the reported weights. The
@@ -83,8 +83,6 @@ def refit_recipe(recipe: Recipe, trainer: Trainer, dataset: "Dataset") -> Recipe
 
     Args:
         recipe: recipe of the first fit, but with all rows as training data.
-        trainer: trainer of the first fit, which has finished.
-        dataset: dataset with all rows.
     """
     # More rows need more steps for the same number of passes.
     growth = dataset.train.num_samples / trainer.dataset.train.num_samples
@@ -142,7 +140,7 @@ def refit(
     ranks.wait_for_all()
     recipe = replace(job.recipe, data=job.recipe.data.all_rows())
     dataset = load_data(recipe.data, final, ranks, earlier=job.warm_start)
-    recipe = refit_recipe(recipe, trainer, dataset)
+    recipe = _refit_recipe(recipe, trainer, dataset)
     observers: list[Callable[[Event], None]] = [FolderObserver(final)] if ranks.is_first else []
 
     def observe(event: Event) -> None:

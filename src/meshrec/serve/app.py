@@ -171,7 +171,7 @@ class Routes:
                 403,
             )
         if self._hosts is not None:
-            check_origin(dict(http.scope["headers"]), self._hosts)
+            _check_origin(dict(http.scope["headers"]), self._hosts)
 
     async def _freshness(self, http: HttpRequest) -> Response:
         """Return the `Freshness` of a model as JSON: number and step of the last delta, and the problem."""
@@ -295,7 +295,7 @@ async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
     return JSONResponse({"error": "internal error; see the server log."}, 500)
 
 
-def check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
+def _check_origin(headers: Mapping[bytes, bytes], server_names: Collection[str]) -> None:
     """Check that a request does not come from a web page of another server.
 
     Raises:

@@ -84,7 +84,7 @@ def measure_and_choose(
                     cut = StageCut(fixed, step_seconds(costs, fixed, count), False)
                 # Unit times rank the cuts. The stages of the best cut are measured as a whole, because
                 # units measured one by one are up to 15 % off. The bound is scaled by the same error.
-                stages = measure_stages(stage_programs(traced, cut.stage_of), batch_values, batch, count)
+                stages = _measure_stages(stage_programs(traced, cut.stage_of), batch_values, batch, count)
                 seconds = step_seconds(stages, range(num_stages), count)
                 choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
     finally:
@@ -145,18 +145,12 @@ def measure_units(
     ]
 
 
-def measure_stages(
+def _measure_stages(
     staging: Staging, batch_values: Mapping[str, Any], batch: int, num_splits: int
 ) -> list[UnitCost]:
     """Measure the forward and backward seconds per split (microbatch) for every stage.
 
     All stages run at the same time during the measurement, as in training.
-
-    Args:
-        staging: programs of all stages.
-        batch_values: batch values read by stages, by value name.
-        batch: samples in the batch.
-        num_splits: splits per batch.
 
     Returns:
         Cost of every stage, including `EXCHANGE_SECONDS` and the stage's share of the table lookups.

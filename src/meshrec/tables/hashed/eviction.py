@@ -34,7 +34,7 @@ from meshrec.tables.hashed.table import HashedRows, HashedTable
 # Shape legend: N rows, S slots.
 
 _NONE = torch.empty(0, dtype=torch.int64)
-_DIGIT_BITS = 12  # bits per round in `nth_smallest`: histograms with 4096 counts
+_DIGIT_BITS = 12  # bits per round in `_nth_smallest`: histograms with 4096 counts
 _LAST_KEY = (1 << 63) - 1
 # If the scores span at most this many bits, score and key are sorted as a single 64-bit word.
 _MOST_SCORE_BITS = 32
@@ -277,7 +277,7 @@ class Evictions:
         use_score, num_rows = self._use_score(number, request), request.max_rows
         slot_scores = self._score_rows(number, request, with_update=use_score is not None)
         owned = [part for i, part in slot_scores.items() if self._is_counted(i)]
-        value_range = global_range(owned, self._ranks)
+        value_range = _global_range(owned, self._ranks)
         if use_score is not None:
             # Stagger the tables: first searches serve different eviction counts, so later
             # searches do not coincide.
@@ -297,7 +297,7 @@ class Evictions:
         # All ranks return here together, because ``num_rows`` comes from sums over ranks.
         if num_rows == 0:
             return Candidates(dict.fromkeys(slot_scores, OrderedRows(_NONE, _NONE)), 0)
-        last = nth_smallest(owned, num_rows, value_range, self._ranks)
+        last = _nth_smallest(owned, num_rows, value_range, self._ranks)
         rows = self._lowest_rows(number, slot_scores, last, num_rows - last.below)
         if use_score is None:
             return Candidates(rows, int(self._ranks.sum(torch.tensor([self._count(rows)]))))
@@ -433,12 +433,12 @@ class Evictions:
         counted: list[tuple[Tensor, Tensor | None]] = [
             (ordered.scores, None) for i, ordered in rows.items() if self._is_counted(i)
         ]
-        last = nth_smallest(counted, num_victims, global_range(counted, self._ranks), self._ranks)
+        last = _nth_smallest(counted, num_victims, _global_range(counted, self._ranks), self._ranks)
         keys = {i: self._tables[i].keys_at(ordered.slots) for i, ordered in rows.items()}
         tied = {i: ordered.scores == last.value for i, ordered in rows.items()}
         counted = [(keys[i], tied[i]) for i in rows if self._is_counted(i)]
-        key_range = global_range(counted, self._ranks)
-        key = nth_smallest(counted, num_victims - last.below, key_range, self._ranks).value
+        key_range = _global_range(counted, self._ranks)
+        key = _nth_smallest(counted, num_victims - last.below, key_range, self._ranks).value
         self._last_evicted[number] = last.value, key
         return {
             i: ordered.slots[(keys[i] <= key).logical_and_(tied[i]).logical_or_(ordered.scores < last.value)]
@@ -496,12 +496,11 @@ def order_of_rows(scores: Tensor, keys: Tensor) -> Tensor:
     return by_key[scores[by_key].argsort(stable=True)]
 
 
-def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
+def _global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup) -> ValueRange:
     """Return the minimum, the maximum and the number of marked values over all ranks. Collective.
 
     Args:
         parts: pairs (values, marks) on this rank. Only values with a true mark count; without marks, all do.
-        ranks: the ranks.
 
     Returns:
         The range; all zeros if no rank has a marked value.
@@ -520,7 +519,7 @@ def global_range(parts: Sequence[tuple[Tensor, Tensor | None]], ranks: RankGroup
     return ValueRange(min(least_of), max(greatest_of), sum(number_of))
 
 
-def nth_smallest(
+def _nth_smallest(
     parts: Sequence[tuple[Tensor, Tensor | None]], n: int, value_range: ValueRange, ranks: RankGroup
 ) -> NthValue:
     """Return the n-th smallest marked value over all ranks. Collective.
@@ -531,8 +530,6 @@ def nth_smallest(
     Args:
         parts: pairs (values, marks) on this rank. Only values with a true mark count; without marks, all do.
         n: position of the value in ascending order, from 1 to ``value_range.number``.
-        value_range: result of ``global_range`` for the same values.
-        ranks: the ranks.
     """
     # Start with the bits in which the values can differ, so small ranges take a single round.
     size, shift = 1 << _DIGIT_BITS, 0

@@ -47,7 +47,7 @@ def load_full_table(tables: Sequence[HashedTable], values: Mapping[str, Tensor],
     if not tables:
         return
     storage = tables[0].storage
-    ids = validated_ids(full_parts, storage, prefix)
+    ids = _validated_ids(full_parts, storage, prefix)
     names = [part.name for part in storage.row_parts if part.name in full_parts]
     # All values were checked above. From here on rows change.
     for table in tables:
@@ -91,17 +91,8 @@ def counts_in_rectangle(table: HashedTable, keys: Tensor, counts: Tensor) -> Ite
     yield RowBlock(keys[inside], table.rectangle.columns, {"waiting": counts[inside]})
 
 
-def validated_ids(full_parts: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
-    """Check that the parts of a whole table fit, and return the ID per row, int64 [n].
-
-    Args:
-        full_parts: whole-table parts, by name.
-        storage: table description.
-        prefix: prefix for part names in messages.
-
-    Raises:
-        ValueError: a part is missing or does not fit the table.
-    """
+def _validated_ids(full_parts: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Tensor:
+    """Check that the parts of a whole table fit, and return the ID per row, int64 [n]."""
     weight, num_columns, max_rows = full_parts["weight"], storage.part_column(storage.dim), storage.max_rows
     check_loadable(weight, f"{prefix}weight", storage)
     if missing := [part.name for part in storage.row_format.row_parts if part.name not in full_parts]:
