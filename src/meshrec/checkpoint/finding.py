@@ -35,7 +35,7 @@ class Hold(NamedTuple):
         reason: the alarm that began the hold.
         position: position in the stream at the alarm.
         delta: number of the delta that takes servers back; None: it is not published yet.
-        choice: what the resumed run does with the records up to ``position``, if the user has decided.
+        choice: choice of the user about the records up to ``position``, "reread" or "skip"; None: none yet.
     """
 
     step: int | None

@@ -51,8 +51,7 @@ class Job:
             ``stream``. None: the records of the stream have labels.
         stream_options: options of training on the stream; not None if there is a stream.
         label_options: options of the join with actions.
-        after_roll_back: what a resumed run on a stream does with the records until the alarm; None: it was
-            not rolled back.
+        after_roll_back: choice about the records until the alarm, as for `StreamTrainer`.
         on_event: function called with every event, on every rank.
     """
 

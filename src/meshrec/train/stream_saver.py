@@ -131,7 +131,7 @@ class StreamSaver(CheckpointSaver):
         Args:
             window_seconds: age that a checkpoint must have for a roll-back, in event time.
         """
-        # If the last save has failed, its point must not take the place of the new one.
+        # If the last save has failed, its point must go, so that this one is not too recent.
         self.wait()
         # The point has the delta with which the checkpoint ends.
         self.publish()

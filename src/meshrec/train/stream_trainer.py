@@ -72,8 +72,8 @@ class StreamTrainer:
         profile: whether to record a profiler trace for a few steps.
         store: object store for checkpoints; None: they are saved in the run folder.
         drift: windows of feature values; None: no drift is computed.
-        after_roll_back: what a resumed run does with the records until the alarm: "reread" or "skip"; None:
-            it was not rolled back.
+        after_roll_back: choice about the records until the alarm, "reread" or "skip"; None: the run was not
+            rolled back.
 
     Attributes:
         built: the model and the optimizers.
