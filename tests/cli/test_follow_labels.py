@@ -1,5 +1,6 @@
 """``meshrec follow --actions``: labels that come later, kills, and options that do not fit."""
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.checkpoint import CheckpointManager
+from meshrec.cli import follow
 from meshrec.data import LabelJoin
 from meshrec.runs.removing import remove_run
 from meshrec.train.run_folder import RunFolder
@@ -118,3 +120,15 @@ def test_labels_that_cannot_be_joined_are_named(meshrec, tmp_path, words, text):
     assert code == 1, errors
     assert text in errors
     assert not [*tmp_path.glob("runs/*")]
+
+
+def test_options_of_runs_of_earlier_versions_are_read(tmp_path):
+    options = {"type": "StreamOptions", "time": "ts", "key": "number", "window_seconds": 60.0}
+    (tmp_path / "config.json").write_text(json.dumps({"stream_options": options}))
+    saved = follow._saved_options(RunFolder(tmp_path))
+    assert (saved.time, saved.key, saved.window_seconds, saved.negatives) == (
+        "ts",
+        "number",
+        60.0,
+        "at_window_end",
+    )

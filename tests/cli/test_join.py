@@ -3,6 +3,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.cli import join
+from tests.data.broker_servers import redis_server  # noqa: F401 - a fixture
 
 
 def write(folder, table):
@@ -39,6 +40,17 @@ def test_options_reach_the_join(tmp_path):
     (path,) = (tmp_path / "labelled").glob("*.arrow")
     with pa.ipc.open_file(str(path)) as file:
         assert file.read_all().num_rows == 1
+
+
+def test_actions_may_come_from_redis(tmp_path, redis_server):  # noqa: F811
+    write(tmp_path / "shown", pa.table({"request": ["a", "b", "c"], "ts": [0, 5, 99]}))
+    for request, ts in (("b", 30), ("x", 40), ("c", 99)):
+        redis_server.client.xadd("clicks", {"request": request, "ts": ts})
+    names = [str(tmp_path / "shown"), redis_server.address("clicks"), str(tmp_path / "labelled")]
+    assert join.main([*names, *OPTIONS]) == 0
+    (path,) = (tmp_path / "labelled").glob("*.arrow")
+    with pa.ipc.open_file(str(path)) as file:
+        assert file.read_all()["clicked"].to_pylist() == [1, 0]
 
 
 def test_a_missing_option_is_named(capsys):

@@ -211,6 +211,18 @@ def test_options_that_cannot_be(tmp_path, options, message):
         FolderJoin(tmp_path, tmp_path, tmp_path, create_join(), **options)
 
 
+def test_impressions_of_a_broker_need_features_and_an_output_keeps_its_streams(tmp_path):
+    address = "unix:///nowhere?stream=a&password=secret"
+    with pytest.raises(ValueError, match=r"impressions are unix:///nowhere.*features") as error:
+        FolderJoin(address, tmp_path, tmp_path, create_join())
+    assert "secret" not in str(error.value)
+    for name in ("shown", "acted"):
+        (tmp_path / name).mkdir()
+    FolderJoin(tmp_path / "shown", tmp_path / "acted", tmp_path / "out", create_join()).run(lambda: True)
+    with pytest.raises(ValueError, match="other actions than unix:///nowhere"):
+        FolderJoin(tmp_path / "shown", address, tmp_path / "out", create_join()).run(lambda: True)
+
+
 def test_tables_continue_at_any_position(tmp_path, monkeypatch):
     monkeypatch.setattr("meshrec.data.folder_tables.TABLE_ROWS", 64)
     shown, _ = streams(400)

@@ -227,6 +227,10 @@ def test_kills_lose_and_repeat_no_record_of_a_broker(redis_server, tmp_path, mon
             again = read(create(tmp_path, *addresses), num=5, position=steps[-1][0] if steps else None)
             assert again == done[:5]
             steps += done[:8]
+    # The rows in the joined folder do not need the broker.
+    redis_server.kill()
+    assert read(create(tmp_path, *addresses), position=steps[-1][0])[:4] == done[8:]
+    redis_server.start()
     steps += read(create(tmp_path, *addresses), position=steps[-1][0])
     assert labels_and_rows(steps) == expected_rows(shown, acted, 10)
 

@@ -145,7 +145,9 @@ def _saved_options(run: RunFolder) -> FollowOptions:
         )
     where = f"{run.path / CONFIG}: options"
     stream = restore_options(StreamOptions(), config["stream_options"], where)
-    labels = restore_options(LabelOptions(), config["label_options"], where)
+    # Runs of earlier versions have both in one entry.
+    saved = config.get("label_options") or {**config["stream_options"], "type": LabelOptions.__name__}
+    labels = restore_options(LabelOptions(), saved, where)
     return FollowOptions(**vars(stream), **vars(labels))
 
 
