@@ -258,3 +258,18 @@ def test_a_clock_decides_nothing_while_a_broker_is_away(redis_server, tmp_path, 
     for burst in stream.bursts(1, stop=stop):
         labels += [batch.labels.tolist() for batch in burst.batches]
     assert labels == [[1.0]]
+
+
+@pytest.mark.usefixtures("small_reads")
+def test_kills_lose_and_repeat_no_record_of_kafka(kafka_cluster, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(folder_join, "_FILE_ROWS", 30)
+    shown, acted = streams(600)
+    for number in range(3):
+        kafka_cluster.add("k_shown", shown.to_pylist()[number::3], number, range(number + 1, 601, 3))
+    kafka_cluster.add("k_acted", acted.to_pylist(), 0, range(1, 201))
+    addresses, steps = (kafka_cluster.address("k_shown"), kafka_cluster.address("k_acted")), []
+    for _ in range(2):
+        done = read_and_die(tmp_path, addresses, steps[-1][0] if steps else None, 12)
+        steps += done[:8]
+    steps += read(create(tmp_path, *addresses), position=steps[-1][0])
+    assert labels_and_rows(steps) == expected_rows(shown, acted, 10)
