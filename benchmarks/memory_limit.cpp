@@ -5,10 +5,18 @@
 
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+// As wide as the registers: GCC 12 keeps wider vectors in memory, which made this loop slower than a lookup.
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 constexpr int64_t kLine = 16;   // floats of a cache line
 constexpr int64_t kChunk = 64;  // floats per step of the inner loop; dim is a multiple of it
-typedef float Line __attribute__((vector_size(4 * kLine), aligned(4), may_alias));
-constexpr int64_t kLines = kChunk / kLine;
+constexpr int64_t kVectors = kChunk / kLanes;
 
 struct Rows {
   float* const* tables;
@@ -23,25 +31,25 @@ template <bool Write, int kLocality>
 void touch(const Rows& rows, int64_t table, int64_t begin, int64_t end, int64_t ahead, float delta,
            float* total) {
   float* weights = rows.tables[table];
-  Line sums[kLines] = {};
+  Vec sums[kVectors] = {};
   for (int64_t i = begin; i < end; ++i) {
     float* row = weights + rows.ids[i] * rows.dim;
     const float* next = weights + rows.ids[std::min(i + ahead, end - 1)] * rows.dim;
     for (int64_t chunk = 0; chunk < rows.dim; chunk += kChunk) {
 #pragma GCC unroll 4
-      for (int64_t k = 0; k < kLines; ++k) __builtin_prefetch(next + chunk + k * kLine, 0, kLocality);
-#pragma GCC unroll 4
-      for (int64_t k = 0; k < kLines; ++k) {
-        Line& line = *reinterpret_cast<Line*>(row + chunk + k * kLine);
+      for (int64_t d = 0; d < kChunk; d += kLine) __builtin_prefetch(next + chunk + d, 0, kLocality);
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < kVectors; ++k) {
+        Vec& part = *reinterpret_cast<Vec*>(row + chunk + k * kLanes);
         if constexpr (Write)
-          line += delta;
+          part += delta;
         else
-          sums[k] += line;
+          sums[k] += part;
       }
     }
   }
-  for (const Line& line : sums)
-    for (int64_t d = 0; d < kLine; ++d) *total += line[d];
+  for (const Vec& sum : sums)
+    for (int64_t d = 0; d < kLanes; ++d) *total += sum[d];
 }
 
 template <bool Write, int kLocality>

@@ -128,14 +128,15 @@ class Op(Contender):
 
     def __init__(self, lookups: Lookups) -> None:
         super().__init__(lookups)
-        import meshrec  # noqa: F401 - registers the ops
+        from meshrec.ops.memory import empty_pages
         from meshrec.optim import RowWiseAdagrad
 
         shape = lookups.shape
         tables = list(range(shape.num_tables))
-        self.weights = [torch.empty(shape.num_rows, shape.dim) for _ in tables]
+        # As the modules: in huge pages.
+        self.weights = [empty_pages((shape.num_rows, shape.dim), torch.float32, None) for _ in tables]
         lookups.fill(self.weights)
-        state = [torch.zeros(shape.num_rows) for _ in tables]
+        state = [empty_pages((shape.num_rows,), torch.float32, None).zero_() for _ in tables]
         names = torch.tensor(list("".join(f"t{t}\tf{t}\n" for t in tables).encode()), dtype=torch.uint8)
         routing = (len(tables), tables, tables, [0] * len(tables), False)
         batch = (lookups.ids, lookups.offsets, None, None, *routing)
