@@ -12,6 +12,15 @@ typedef uint64_t Words __attribute__((vector_size(8 * kKeys)));
 typedef uint64_t WordsMemory __attribute__((vector_size(8 * kKeys), aligned(8), may_alias));
 typedef int64_t SignedWords __attribute__((vector_size(8 * kKeys)));
 
+// IDs to mix at a time. AVX2 has no 64-bit vector product, but four products of three instructions each are
+// faster than scalar code: 19 instructions fewer for each ID.
+#if defined(__AVX2__)
+typedef uint64_t Mixed __attribute__((vector_size(32)));
+#else
+typedef uint64_t Mixed;
+#endif
+constexpr int kMixed = sizeof(Mixed) / sizeof(uint64_t);
+
 inline const uint8_t* bucket_of(uint64_t address) {
   return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
 }
@@ -39,14 +48,22 @@ inline void begin_group(const FindArgs& a, const int64_t* ids, uint64_t* keys_to
   *reinterpret_cast<Words*>(homes_to) =
       first_bucket + ((shards * uint64_t(index.bucket_capacity) + homes) << 6);
 #else
-  // Without a 64-bit vector product, scalar code is faster.
+  for (int i = 0; i < kKeys; i += kMixed) {
+    Mixed keys;
+    std::memcpy(&keys, ids + i, sizeof(keys));
+    if (a.mixes) keys = mix(keys, a.mix_seed);
+    keys = mix(keys + a.first, index.seed);
+    std::memcpy(keys_to + i, &keys, sizeof(keys));
+  }
+#pragma GCC unroll 8
   for (int i = 0; i < kKeys; ++i) {
-    const uint64_t id = uint64_t(ids[i]);
-    const uint64_t key = mix((a.mixes ? mix(id, a.mix_seed) : id) + a.first, index.seed);
+    const uint64_t key = keys_to[i];
     const uint64_t shard = key >> 1 >> (63 - index.shard_bits), fraction = key << index.shard_bits;
-    const uint64_t size = fraction < index.boundary[shard] ? index.before[shard] : index.behind[shard];
+    // Not a branch, which would be unpredictable while the shard grows.
+    const uint64_t is_behind = -uint64_t(fraction >= index.boundary[shard]);
+    const uint64_t size = index.before[shard] + ((index.behind[shard] - index.before[shard]) & is_behind);
     const auto home = uint64_t((static_cast<unsigned __int128>(fraction) * size) >> 64);
-    keys_to[i] = key, homes_to[i] = first_bucket + ((shard * uint64_t(index.bucket_capacity) + home) << 6);
+    homes_to[i] = first_bucket + ((shard * uint64_t(index.bucket_capacity) + home) << 6);
   }
 #endif
 }
@@ -145,8 +162,9 @@ inline GroupFound compare(const uint64_t* keys, const uint64_t* buckets) {
   for (int i = 0; i < kKeys; ++i) {
     const uint8_t* const bucket = bucket_of(buckets[i]);
     const unsigned extra = bucket[63] >> 3, count = bucket[63] & 7;
-    const unsigned found = equal_words(bucket, keys[i], kKeyBits.of[extra]) & ((1u << count) - 1);
-    const unsigned entry = unsigned(__builtin_ctz(found | 1u << 7)), is_missing = found == 0;
+    // Words past the last entry are undefined, but come after an equal entry.
+    const unsigned found = equal_words(bucket, keys[i], kKeyBits.of[extra]);
+    const unsigned entry = unsigned(__builtin_ctz(found | 1u << 7)), is_missing = entry >= count;
     uint64_t low;
     std::memcpy(&low, bucket + 8 * entry, sizeof(low));
     group.slots[i] =
@@ -251,8 +269,10 @@ inline int64_t find_all(const Begin& begin, const Compare& compare, int64_t coun
     num_absent += __builtin_popcount(found.absent & own);
     displaced_end = collect(displaced_end, i, found.displaced & own);
   }
-  return num_absent +
-         find_behind(compare, keys, buckets, end, most_turns, displaced, displaced_end - displaced, slots);
+  num_absent +=
+      find_behind(compare, keys, buckets, end, most_turns, displaced, displaced_end - displaced, slots);
+  request_rows(rows, slots, count);
+  return num_absent;
 }
 
 // Copies the last IDs, fewer than a group, and repeats the last one.
