@@ -73,6 +73,19 @@ def test_collectives(ranks):
     assert second[2]["test"] == 8
 
 
+def reduce_columns():
+    """Collectives that change a column of a matrix, which has gaps in memory."""
+    axis = default_env().world
+    matrix = torch.tensor([[1.0, 10.0]]).repeat(4, 1) * (axis.rank + 1)
+    all_reduce(matrix[:, 0], axis, "sum")
+    broadcast(matrix[:, 1], axis, "second", source=1)
+    return matrix.tolist()
+
+
+def test_columns_are_reduced_and_broadcast_by_their_elements(ranks):
+    assert ranks(2).run(reduce_columns) == [[[3, 20]] * 4] * 2
+
+
 def exchange_copies():
     """As where tensors are on CUDA and the group is gloo's; the copies are then of other tensors."""
     monkeypatch = pytest.MonkeyPatch()

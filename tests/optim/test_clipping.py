@@ -2,7 +2,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from meshrec.compat.bridge.keyed import batch_cal_norm
 from meshrec.optim import (
     CombinedOptimizer,
     GradientClipping,
@@ -10,6 +13,7 @@ from meshrec.optim import (
     KeyedOptimizerWrapper,
 )
 from meshrec.optim.keyed import KeyedOptimizer
+from meshrec.optim.parts import mark_shard
 
 ROWS = torch.tensor([[4, 0, 4]])
 
@@ -171,3 +175,33 @@ def test_updates_in_backward_cannot_be_clipped():
 def test_limits_must_be_positive(wrong):
     with pytest.raises(ValueError, match=r"max_gradient.*norm_type.*above 0"):
         GradientClippingOptimizer(KeyedOptimizerWrapper(make_params(), sgd), GradientClipping.NORM, **wrong)
+
+
+def infinity_norms(nan_rank):
+    """The norms of shards of which one has a NaN: a marked shard's, a DTensor's and the bridge's."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    gradient = torch.tensor([1.0, 2.0 + rank])
+    if rank == nan_rank:
+        gradient[0] = torch.nan
+    shard = torch.nn.Parameter(torch.zeros(2))
+    shard.grad = gradient.clone()
+    mark_shard(shard, group, is_sharded=True)
+    whole = torch.empty(2, 2)
+    dist.all_gather_into_tensor(whole, gradient[None], group=group)
+    mesh = init_device_mesh("cpu", (2,))
+    dtensor = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
+    dtensor.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    norms = [batch_cal_norm([gradient], 1.0, torch.inf, [group]).item()]
+    for parameter in (shard, dtensor):
+        keyed = KeyedOptimizerWrapper({"p": parameter}, sgd)
+        optimizer = GradientClippingOptimizer(keyed, GradientClipping.NORM, 1.0, "inf")
+        optimizer.step()
+        norms.append(optimizer.last_total_grad_norm.item())
+    return norms
+
+
+@pytest.mark.parametrize("nan_rank", [0, 1, None])
+def test_the_infinity_norm_is_nan_if_a_shard_on_any_rank_has_a_nan(ranks, nan_rank):
+    norm = 3.0 if nan_rank is None else torch.nan
+    expected = torch.full((2, 3), norm)
+    torch.testing.assert_close(torch.tensor(ranks(2).run(infinity_norms, nan_rank)), expected, equal_nan=True)

@@ -484,13 +484,15 @@ def _start_collective(
 def _run_on_tensor(start: Callable[[Tensor], Any], tensor: Tensor, axis: Axis, name: str) -> None:
     """Run a collective which changes a tensor in place, and wait for it.
 
-    If the group needs a CPU tensor, run the collective on a CPU copy, and copy the result back.
+    If the group needs a CPU tensor, run the collective on a CPU copy, and copy the result back. A view with
+    gaps is copied, too: gloo would read its memory without regard to strides
+    (findings/torch_gloo_collectives_ignore_strides.sh).
     """
     if axis.group is None or axis.size == 1:
         return
     count_start(axis.group)
     try:
-        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
+        copied = (tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor).contiguous()
         with blocked():
             _poll_for_failures(start(copied), copied, axis.group).wait()
         if copied is not tensor:

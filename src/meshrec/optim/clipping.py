@@ -187,6 +187,10 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
     if hasattr(gradient, "full_tensor"):
         sharded: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(gradient))
         full: Tensor = sharded.full_tensor()
+        if norm_type == torch.inf:
+            # The shards' maximum loses a NaN, as in `max_over_ranks`.
+            has_nan: Any = gradient.isnan().any()
+            full = full.masked_fill(has_nan.full_tensor(), torch.nan)
         return full
     elements = _elements(parameter)
     # A rank may hold an empty shard, and vector_norm rejects empty input for p = inf.
@@ -207,12 +211,25 @@ def _norm_over_ranks(
     local_norms = [norm.to(local_norms[0].device) for norm in local_norms] or [torch.zeros((), device=device)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(local_norms), norm_type)
     if norm_type == torch.inf:
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
+        return max_over_ranks(norm, group)
     # Powers add up over ranks, norms do not.
     power = norm.pow_(norm_type)
     dist.all_reduce(power, group=group)
     return power.pow_(1.0 / norm_type)
+
+
+def max_over_ranks(value: Tensor, group: "dist.ProcessGroup") -> Tensor:
+    """Return the maximum of scalars over the ranks in a group, NaN if any of them is NaN. Collective.
+
+    gloo's maximum loses the NaN of a later rank (findings/torch_gloo_maximum_forgets_nan.sh).
+
+    Args:
+        value: This rank's scalar.
+        group: Ranks to reduce over.
+    """
+    pair = torch.stack([value, value.isnan().to(value.dtype)])
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return pair[0].masked_fill(pair[1] > 0, torch.nan)
 
 
 def _norm_dtype(gradient: Tensor) -> torch.dtype:

@@ -315,7 +315,10 @@ def batch_cal_norm(
     if norms:
         total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
     for group in process_groups or ():
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        if is_max:
+            total = clipping.max_over_ranks(total, group)
+        else:
+            dist.all_reduce(total, group=group)
     return total
 
 
