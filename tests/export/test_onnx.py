@@ -74,6 +74,28 @@ def run(path, dense, values, lengths):
     return torch.from_numpy(session.run(None, {name: each.numpy() for name, each in given.items()})[0])
 
 
+class FirstColumn(torch.nn.Module):
+    """The logit is the first dense column, as all rows are 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = collection()
+        for weight in self.bags.parameters():
+            torch.nn.init.zeros_(weight)
+
+    def forward(self, dense, sparse):
+        return dense[:, 0] + self.bags(sparse).values().sum(1)
+
+
+def test_scores_of_rare_clicks_are_those_of_the_model(tmp_path):
+    export_onnx(FirstColumn(), tmp_path / "model.onnx", features=FEATURES, num_dense=NUM_DENSE)
+    logits = torch.linspace(-80, 80, 321)
+    _, values, lengths = draw(321, 0)
+    dense = logits[:, None].repeat(1, NUM_DENSE)
+    scores = run(tmp_path / "model.onnx", dense, values, lengths)
+    torch.testing.assert_close(scores, logits.sigmoid(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_file_gives_the_scores_of_the_model(kind, tmp_path):
     torch.manual_seed(0)
