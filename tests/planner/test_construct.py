@@ -8,6 +8,7 @@ from meshrec.planner.construct import (
     construct,
     fitting_plan,
     round_choice,
+    squeezed_plan,
     table_order,
 )
 from meshrec.planner.enumerators import build_problem
@@ -72,3 +73,46 @@ def test_a_table_goes_where_it_costs_least(problem):
     state.bytes_R[:] = problem.memory_cap
     assert not assign_table(state, 4, whole)
     assert len(state.plan) == 4
+
+
+@pytest.fixture
+def tight(profile):
+    """Tables of very different sizes, which take most of the memory of all ranks."""
+    random = np.random.default_rng(0)
+    tables = [
+        Table(
+            name=f"t{number}",
+            num_embeddings=int(np.exp(random.uniform(8, 14))),
+            embedding_dim=int(random.choice([16, 64, 128])),
+            pooling_factors=(float(random.uniform(1, 30)),),
+        )
+        for number in range(40)
+    ]
+    topology = Topology(world_size=16, local_world_size=4, hardware=profile)
+    problem = build_problem(CostModel(tables, topology, batch_size=512), {})
+    least_Y = np.full(40, np.inf)
+    np.minimum.at(least_Y, problem.type_C, problem.mean_bytes_C())
+    return problem._replace(memory_cap=1.1 * float(least_Y.sum()))
+
+
+def test_tables_make_room_where_memory_is_tight(tight):
+    allowed_C = tight.can_fit_C()
+    box, candidates_Y = LowerBound(tight, allowed_C).best_box, candidates_by_type(tight, allowed_C)
+    assert construct(tight, box.num_tables_C, candidates_Y) is None
+    state, work = squeezed_plan(tight, box.num_tables_C, candidates_Y, 1e7, np.inf)
+    assert state.fits()
+    assert 0 < work < 1.1e7
+    by_memory = State(tight)
+    for table, placement in enumerate(fitting_plan(tight, allowed_C).plan):
+        by_memory.add(table, placement)
+    assert state.seconds < 0.8 * by_memory.seconds
+
+
+def test_memory_that_does_not_suffice(tight):
+    allowed_C = np.ones(len(tight.type_C), bool)
+    box, candidates_Y = LowerBound(tight, allowed_C).best_box, candidates_by_type(tight, allowed_C)
+    state, work = squeezed_plan(
+        tight._replace(memory_cap=0.5 * tight.memory_cap), box.num_tables_C, candidates_Y, 1e6, np.inf
+    )
+    assert state is None
+    assert work > 5e5

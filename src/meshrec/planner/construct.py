@@ -10,9 +10,11 @@ import numpy as np
 
 from meshrec.planner.anneal import Annealer
 from meshrec.planner.problem import Problem
-from meshrec.planner.state import State
+from meshrec.planner.state import State, TablePlacement
 from meshrec.planner.types import Bools, Floats, Ints
 
+WORK_PER_RANK = 2
+"""Work of computing a rank's load in the compiled loop, in array elements."""
 # Bytes per rank in problems whose loads are bytes. The search minimizes memory there, so no placement may
 # fail for lack of it.
 _NO_CAP = 1e30
@@ -21,6 +23,9 @@ _NO_CAP = 1e30
 _PIECE_FRACTIONS, _MEMORY_TOLERANCE = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
 # Work in the first annealing attempt that balances memory, and the initial temperature.
 _BALANCE_WORK, _BALANCE_START_TEMPERATURE = 2_000_000, 0.03
+# Weights of memory as a phase: the seconds of a full rank, in mean step times. They grow until a plan fits.
+_MEMORY_WEIGHTS = (4.0, 16.0, 64.0, 256.0)
+_SQUEEZE_TEMPERATURE, _SQUEEZE_SHARE = 0.005, 0.5
 # Default time limit in seconds for annealing a plan until it fits.
 _FITTING_SECONDS = 1.0
 # Annealing is tried if a plan takes at most this multiple of the memory cap, up to this number of times.
@@ -101,6 +106,63 @@ def construct(problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints]) 
         if not assign_table(state, int(table), rounded) and not assign_table(state, int(table), alternatives):
             return None
     return state
+
+
+def squeezed_plan(
+    problem: Problem, num_tables_C: Floats, candidates_Y: list[Ints], max_work: float, deadline: float
+) -> tuple[State | None, int]:
+    """Construct a plan as `construct` does, without a memory limit, and anneal it until it fits into memory.
+
+    Where memory is tight, placing one table after another leaves no room for the last ones. Here, the bytes
+    of a rank are a phase of the step, like its loads in seconds. So tables make room for one another while
+    the plan stays fast. The weight of this phase grows until the plan fits.
+
+    Args:
+        max_work: work limit, see `Effort`.
+        deadline: ``time.perf_counter`` time after which annealing ends.
+
+    Returns:
+        The plan, or None if it does not fit or annealing is not available; and the work, see `Effort`.
+    """
+    mean_K = num_tables_C @ problem.mean_load_CK()
+    plan: list[TablePlacement] | None = None
+    work = 0
+    for seed, weight in enumerate(_MEMORY_WEIGHTS):
+        with_memory = _with_memory_phase(problem, weight * float(mean_K.sum()) / problem.memory_cap)
+        seconds = deadline - time.perf_counter()
+        if not Annealer.supports(with_memory) or seconds <= 0:
+            break
+        if plan is None:
+            start = construct(with_memory, num_tables_C, candidates_Y)
+            if start is None:  # a table has no place on the ranks that it may use
+                break
+            work, plan = start.work, start.plan
+        plan, steps = Annealer(with_memory, candidates_Y).improve(
+            plan,
+            max_work=int(max_work / len(_MEMORY_WEIGHTS) / WORK_PER_RANK),
+            seconds=seconds,
+            start_temperature=_SQUEEZE_TEMPERATURE,
+            placement_share=_SQUEEZE_SHARE,
+            seed=seed,
+        )
+        work += WORK_PER_RANK * steps
+        state = State(problem)
+        for table, placement in enumerate(plan):
+            state.add(table, placement)
+        if state.fits():
+            return state, work
+    return None, work
+
+
+def _with_memory_phase(problem: Problem, seconds_per_byte: float) -> Problem:
+    """Return a problem without a memory limit, in which a rank's bytes are a further phase of its loads."""
+    return problem._replace(
+        memory_cap=_NO_CAP,
+        common_cost_C=problem.common_cost_C + seconds_per_byte * problem.common_bytes_C,
+        load_PK=np.column_stack((problem.load_PK, seconds_per_byte * problem.bytes_P)),
+        fixed_PK=np.column_stack((problem.fixed_PK, seconds_per_byte * problem.fixed_bytes_P)),
+        merge_FK=np.pad(problem.merge_FK, ((0, 1), (0, 1))),
+    )
 
 
 def assign_table(state: State, table: int, candidates: Ints) -> bool:

@@ -6,14 +6,18 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.anneal import Annealer
-from meshrec.planner.construct import candidates_by_type, construct, fitting_plan
+from meshrec.planner.construct import (
+    WORK_PER_RANK,
+    candidates_by_type,
+    construct,
+    fitting_plan,
+    squeezed_plan,
+)
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import Box
 from meshrec.planner.state import State, TablePlacement
 from meshrec.planner.types import Bools
 
-# Work of computing a rank's load in the compiled loop, in array elements.
-_WORK_PER_RANK = 2
 WORK_PER_SECOND = 1e8
 """Work per second, as counted by `Effort`; limits attempts to the remaining time."""
 
@@ -94,18 +98,24 @@ class Search:
         # Counts attempts: each one anneals with another seed, and a repeated search uses the same sequence.
         self._seed = 0
 
-    def add_start(self, box: Box, admitted_C: Bools) -> InitialPlan | None:
+    def add_start(self, box: Box, admitted_C: Bools, squeeze_work: float = 0.0) -> InitialPlan | None:
         """Construct a plan by rounding the relaxation's optimum in a box, and keep it if it is the best.
 
         Args:
             admitted_C: mask of the candidates (ways to split a table) which the plan and its annealing may
                 use.
+            squeeze_work: work limit of `squeezed_plan`, if the plan does not fit into memory.
 
         Returns:
             The plan as a start, or None if it does not fit into memory or annealing is not available.
         """
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = construct(self.problem, box.num_tables_C, candidates_Y)
+        if state is None and squeeze_work:
+            state, work = squeezed_plan(
+                self.problem, box.num_tables_C, candidates_Y, squeeze_work, self._deadline
+            )
+            self.work += work
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> InitialPlan | None:
@@ -157,14 +167,14 @@ class Search:
         seconds = max(0.0, self._deadline - time.perf_counter())
         placements_T, work = start.annealer.improve(
             start.placements_T,
-            max_work=int(min(max_work, WORK_PER_SECOND * seconds) / _WORK_PER_RANK),
+            max_work=int(min(max_work, WORK_PER_SECOND * seconds) / WORK_PER_RANK),
             seconds=seconds,
             start_temperature=settings.start_temperature,
             placement_share=settings.placement_share,
             exponent=settings.exponent,
             seed=self._seed,
         )
-        self.work += _WORK_PER_RANK * work
+        self.work += WORK_PER_RANK * work
         state = self._state_of(placements_T)
         self._record_if_best(state)
         return state.seconds

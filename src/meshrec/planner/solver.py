@@ -39,6 +39,8 @@ from meshrec.planner.types import Bools
 _FINALISTS, _ROUND = 4, 1 / 64
 # No more first attempts start after this fraction of the plan work.
 _FIRST_WORK = 0.25
+# Fraction of the plan work to anneal a start until it fits into memory, and fraction after which none begins.
+_SQUEEZE_WORK, _MOST_SQUEEZING = 1 / 6, 1 / 2
 # Work per table of the shortest attempts: about the cost of setting up an attempt.
 _WORK_PER_TABLE = 2e4
 # Limits on the largest pieces of starting plans, as multiples of T, the slowest rank's time per phase. Ranks
@@ -159,12 +161,15 @@ class _CollectiveSetSearch:
         """
         return time.perf_counter() + self._longest <= self._deadline
 
-    def start(self, factor: float) -> InitialPlan | None:
+    def start(self, factor: float, squeeze_work: float) -> InitialPlan | None:
         """Construct an initial plan by rounding the relaxation.
 
         A piece may cost at most `factor` times T in every phase, where T is the slowest rank's load in the
-        relaxation. If the plan does not fit into memory, try again with smaller pieces. If that fails, too,
-        and no plan was found yet, construct a plan that balances memory.
+        relaxation. If the plan does not fit into memory, it is annealed until it fits. If that fails, try
+        again with smaller pieces.
+
+        Args:
+            squeeze_work: work limit of annealing until the plan fits.
 
         Returns:
             The initial plan, or None if no plan was constructed or annealing is not available.
@@ -172,10 +177,10 @@ class _CollectiveSetSearch:
         # First without reserving memory for other tables, which excludes fewer candidates.
         for leaves_room in (False, True):
             box = self.bound.solve_small_pieces(factor, leaves_room=leaves_room)
-            start = None if box is None else self.search.add_start(box, box.admitted_C)
+            start = None if box is None else self.search.add_start(box, box.admitted_C, squeeze_work)
             if start is not None:
                 return start
-        return None if self.search.placements_T else self.search.add_fitting(0.0)
+        return None
 
     def memory_balanced_start(self) -> InitialPlan | None:
         """Construct an initial plan that balances memory over ranks, regardless of speed.
@@ -381,24 +386,18 @@ class _HalvingSearch:
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
             (factor, ANNEALING_SETTINGS) for factor in _PIECE_LIMITS
         ]
-        for set_search in sorted(self._set_searches, key=lambda set_search: set_search.value):
-            mine: list[_Attempt] = []
-            for factor, all_settings in kinds:
-                # Once a plan fits, the first attempts end with their share of the work; until then they go
-                # on.
-                is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
-                if set_search.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
+        by_value = sorted(self._set_searches, key=lambda set_search: set_search.value)
+        # Where memory is tight, no start of the first set fits. Then all sets anneal starts until one fits.
+        for is_tight, set_searches in ((False, by_value), (True, self._by_root_bound())):
+            for set_search in set_searches:
+                mine = yield from self._attempts_of(set_search, kinds, is_tight=is_tight)
+                if not mine and not is_tight and self.best_seconds == np.inf:
                     break
-                start = set_search.start(factor)
-                for settings in all_settings:
-                    if start is None:
-                        break
-                    mine.append(_Attempt(set_search, start, settings, factor))
-                    mine[-1].run(self._least_work)
-                    yield True
-            attempts += mine
-            best = _best(attempts, _RETRIED_STARTS)
-            kinds = [(attempt.factor, (attempt.settings,)) for attempt in best] or kinds
+                attempts += mine
+                best = _best(attempts, _RETRIED_STARTS)
+                kinds = [(attempt.factor, (attempt.settings,)) for attempt in best] or kinds
+            if self.best_seconds < np.inf:
+                break
         # Nothing fits so far: spend more time on a plan that balances memory.
         if self.best_seconds == np.inf:  # the set with most candidates spreads memory best
             set_search = max(
@@ -411,6 +410,49 @@ class _HalvingSearch:
                 else [_Attempt(set_search, start, settings, np.inf) for settings in ANNEALING_SETTINGS]
             )
         return attempts
+
+    def _attempts_of(
+        self,
+        set_search: _CollectiveSetSearch,
+        kinds: list[tuple[float, Sequence[AnnealingSettings]]],
+        *,
+        is_tight: bool,
+    ) -> Generator[bool, None, list[_Attempt]]:
+        """Run short attempts for a collective set, and return them.
+
+        Args:
+            kinds: limits on the pieces of a start, see `_PIECE_LIMITS`, each with the settings to try.
+            is_tight: whether starts are annealed until they fit into memory.
+
+        Yields:
+            True after every attempt.
+        """
+        attempts: list[_Attempt] = []
+        for factor, all_settings in kinds:
+            # Once a plan fits, the first attempts end with their share of the work; until then they go on.
+            is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
+            if set_search.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
+                break
+            may_squeeze = is_tight and self._search_work < _MOST_SQUEEZING * self._plan_work
+            start = set_search.start(factor, _SQUEEZE_WORK * self._plan_work if may_squeeze else 0.0)
+            for settings in all_settings:
+                if start is None:
+                    break
+                attempts.append(_Attempt(set_search, start, settings, factor))
+                attempts[-1].run(self._least_work)
+                yield True
+        return attempts
+
+    def _by_root_bound(self) -> Iterator[_CollectiveSetSearch]:
+        """Yield the searches by the bounds of their root boxes, lowest first, and solve these boxes."""
+        remaining = list(self._set_searches)
+        while remaining:
+            first = min(remaining, key=lambda set_search: set_search.value)
+            floor = first.value
+            # The root box may raise the value above that of another set.
+            if first.bound.value + first.fixed_seconds <= floor:
+                remaining.remove(first)
+                yield first
 
     def solution(self) -> Solution:
         """Return the best plan and the lower bound so far."""
