@@ -11,6 +11,11 @@ Only a ``FixedTable`` has rows in the memory of its parameter, at slot ``key - r
 other table has no rows, so DDP, FSDP2, clipping and ``parameters()`` cannot touch them. Such a parameter
 still carries the table's name, ``requires_grad`` and optimizer.
 
+A table neither resolves keys nor updates rows by itself. Rectangles with other columns of the same rows
+share an `Index`, so keys are resolved once per batch for all of them, and a fixed table needs no index. An
+update is one kernel call for all tables with equal optimizers, and reads ``rows`` and ``state`` of each
+(``updates.py``).
+
 Rows leave a table through ``stream`` and enter it through ``load``, in blocks with ascending keys.
 Checkpoints, resharding and state dicts use only these two methods. The blocks of a fixed table are views, so
 nothing is copied before it is written or sent.
