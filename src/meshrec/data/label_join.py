@@ -196,7 +196,10 @@ class LabelJoin:
             After a resume, records may be listed again. None: they are only counted.
 
     Attributes:
-        key, time, label, set_aside: the arguments.
+        key: column by which records are joined.
+        time: column with the time of records.
+        label: name of the label.
+        set_aside: file that receives records without a row.
         counts: number of records by reason, such as "late_actions" and "unmatched_actions".
 
     Raises:
