@@ -386,10 +386,9 @@ class _HalvingSearch:
         kinds: list[tuple[float, Sequence[AnnealingSettings]]] = [
             (factor, ANNEALING_SETTINGS) for factor in _PIECE_LIMITS
         ]
-        by_value = sorted(self._set_searches, key=lambda set_search: set_search.value)
         # Where memory is tight, no start of the first set fits. Then all sets anneal starts until one fits.
-        for is_tight, set_searches in ((False, by_value), (True, self._by_root_bound())):
-            for set_search in set_searches:
+        for is_tight in (False, True):
+            for set_search in self._by_root_bound():
                 mine = yield from self._attempts_of(set_search, kinds, is_tight=is_tight)
                 if not mine and not is_tight and self.best_seconds == np.inf:
                     break
