@@ -25,6 +25,7 @@ _PIECE_FRACTIONS, _MEMORY_TOLERANCE = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
 _BALANCE_WORK, _BALANCE_START_TEMPERATURE = 2_000_000, 0.03
 # Weights of memory as a phase: the seconds of a full rank, in mean step times. They grow until a plan fits.
 _MEMORY_WEIGHTS = (4.0, 16.0, 64.0, 256.0)
+# Initial temperature and fraction of the work for placing whole tables again, while a plan does not fit.
 _SQUEEZE_TEMPERATURE, _SQUEEZE_SHARE = 0.005, 0.5
 # Default time limit in seconds for annealing a plan until it fits.
 _FITTING_SECONDS = 1.0
@@ -146,9 +147,7 @@ def squeezed_plan(
             seed=seed,
         )
         work += WORK_PER_RANK * steps
-        state = State(problem)
-        for table, placement in enumerate(plan):
-            state.add(table, placement)
+        state = State.of(problem, plan)
         if state.fits():
             return state, work
     return None, work
@@ -293,7 +292,5 @@ def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: floa
             start_temperature=_BALANCE_START_TEMPERATURE,
             seed=seed,
         )
-        state = State(state.problem)
-        for table, placement in enumerate(placements_T):
-            state.add(table, placement)
+        state = State.of(state.problem, placements_T)
     return state

@@ -150,11 +150,11 @@ class Problem(NamedTuple):
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Return a mask [C] of the candidates whose mean piece fits beside the common bytes of all tables."""
+        """Return a mask [C] of the candidates whose mean piece and the common bytes of all tables fit."""
         least_Y = np.full(int(self.type_C[-1]) + 1, np.inf)
         np.minimum.at(least_Y, self.type_C, self.common_bytes_C)
-        others_C = least_Y[self.type_T].sum() - least_Y[self.type_C]
-        return np.asarray(self.piece_bytes_C() + self.common_bytes_C + others_C <= self.memory_cap)
+        other_tables_C = least_Y[self.type_T].sum() - least_Y[self.type_C]
+        return np.asarray(self.piece_bytes_C() + self.common_bytes_C + other_tables_C <= self.memory_cap)
 
     def piece_bytes_C(self) -> Floats:
         """Return the mean bytes per piece of every candidate [C].

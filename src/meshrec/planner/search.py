@@ -128,7 +128,9 @@ class Search:
         """
         # Its loads are bytes, so the plan is placed again below, with loads in seconds.
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
-        return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
+        if by_memory is None:
+            return None
+        return self._started(State.of(self.problem, by_memory.plan), self._allowed_C)
 
     def best_start(self) -> InitialPlan | None:
         """Return the best plan as an initial plan whose annealing may use all allowed candidates.
@@ -175,16 +177,9 @@ class Search:
             seed=self._seed,
         )
         self.work += WORK_PER_RANK * work
-        state = self._state_of(placements_T)
+        state = State.of(self.problem, placements_T)
         self._record_if_best(state)
         return state.seconds
-
-    def _state_of(self, placements_T: list[TablePlacement]) -> State:
-        """Return a plan as a new `State`, which has the loads of all ranks."""
-        state = State(self.problem)
-        for table, placement in enumerate(placements_T):
-            state.add(table, placement)
-        return state
 
     def _record_if_best(self, state: State) -> None:
         """Add the state's work to the total, and store the plan if it fits and is faster than the best."""

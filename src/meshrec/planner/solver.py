@@ -428,7 +428,7 @@ class _HalvingSearch:
         """
         attempts: list[_Attempt] = []
         for factor, all_settings in kinds:
-            # Once a plan fits, the first attempts end with their share of the work; until then they go on.
+            # Once a plan fits, the first attempts end with their share of the work; until then they continue.
             is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
             if set_search.value >= self.best_seconds or (is_late and self.best_seconds < np.inf):
                 break

@@ -7,6 +7,7 @@ maximum, the norm improves if any rank gets faster. It tends to the maximum as q
 For array names such as ``load_RK``, see [Note: planner arrays] in ``problem.py``.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,14 @@ class State:
         # (load / scale) ** q, updated together with load_RK, so that a placement is priced without
         # recomputing all.
         self._power_RK = np.zeros_like(self.load_RK)
+
+    @classmethod
+    def of(cls, problem: Problem, placements_T: Sequence[TablePlacement]) -> "State":
+        """Return the state of a complete plan."""
+        state = cls(problem)
+        for table, placement in enumerate(placements_T):
+            state.add(table, placement)
+        return state
 
     @property
     def seconds(self) -> float:
