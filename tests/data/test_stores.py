@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
 from meshrec.data import DataError, parquet, stores
 from meshrec.data.faults import Faults
@@ -60,6 +61,26 @@ def batches(paths, **options):
         (batch.labels.tolist(), batch.sparse["user"].values().tolist(), batch.sparse["day"].values().tolist())
         for batch in dataset.train.batches(7)
     ]
+
+
+class CreatedDuringTheCall:
+    """File system on which a folder appears during the first listing, as pyarrow 26 reports it."""
+
+    def __init__(self, folder):
+        self.folder, self.files = folder, fs.LocalFileSystem()
+
+    def get_file_info(self, selector):
+        if not self.folder.exists():
+            self.folder.mkdir()
+            (self.folder / "part").touch()
+            raise FileNotFoundError(f"Cannot list directory '{self.folder}'")
+        return self.files.get_file_info(selector)
+
+
+def test_a_folder_can_be_created_while_it_is_listed(tmp_path):
+    folder = tmp_path / "new"
+    assert [info.base_name for info in stores.listed(CreatedDuringTheCall(folder), str(folder))] == ["part"]
+    assert stores.listed(fs.LocalFileSystem(), str(tmp_path / "missing")) == []
 
 
 @pytest.mark.parametrize(

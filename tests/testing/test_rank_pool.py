@@ -20,6 +20,10 @@ def fail_on_one():
     return "fine"
 
 
+def fail_everywhere():
+    raise ValueError("bad luck")
+
+
 def die():
     if dist.get_rank() == 0:
         os._exit(3)
@@ -59,6 +63,16 @@ def test_a_late_answer_is_not_taken_for_another():
 
 def process_id():
     return os.getpid()
+
+
+def test_ranks_that_may_be_out_of_step_are_replaced(ranks):
+    pids = ranks(2).run(process_id)
+    with pytest.raises(RankError, match="ValueError"):
+        ranks(2).run(fail_everywhere)
+    assert ranks(2).run(process_id) == pids
+    with pytest.raises(RankError, match="ValueError"):
+        ranks(2).run(fail_on_one)
+    assert not set(ranks(2).run(process_id)) & set(pids)
 
 
 def is_stopped(pid):

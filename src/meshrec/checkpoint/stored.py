@@ -27,6 +27,7 @@ from meshrec.checkpoint.finding import step_name, step_of
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.comms.mesh import Axis
 from meshrec.data.faults import needs
+from meshrec.data.stores import listed
 from meshrec.durable import durable_file, make_scratch, remove_scratch
 
 _FILE = re.compile(rf"{re.escape(MANIFEST)}|(?:data|note)-[0-9a-f]{{8,64}}-\d{{5,}}\.(?:safetensors|json)")
@@ -99,8 +100,7 @@ class ObjectStore:
         Args:
             partial: whether to include files whose upload has not ended, or was interrupted.
         """
-        selector = self._fs.FileSelector(self._root, recursive=True, allow_not_found=True)
-        infos = self._files.get_file_info(selector)
+        infos = listed(self._files, self._root, recursive=True)
         names = [info.path[len(self._root) + 1 :] for info in infos if info.type == self._fs.FileType.File]
         return sorted(name for name in names if partial or not name.endswith(_PART))
 

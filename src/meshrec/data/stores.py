@@ -113,9 +113,24 @@ class Store:
             folder: path of the folder. A missing folder is empty.
             address: address of the folder, for messages.
         """
-        selector = pa_fs.FileSelector(folder, allow_not_found=True)
-        infos = self.retried(lambda: self.filesystem.get_file_info(selector), address)
+        infos = self.retried(lambda: listed(self.filesystem, folder), address)
         return sorted(infos, key=lambda info: str(info.path))
+
+
+def listed(filesystem: Any, folder: str, *, recursive: bool = False) -> list[Any]:
+    """Return pyarrow's ``FileInfo`` for everything in a folder, which is empty if it is missing.
+
+    Args:
+        filesystem: pyarrow's file system.
+        folder: path of the folder.
+        recursive: whether to include subfolders.
+    """
+    selector = pa_fs.FileSelector(folder, recursive=recursive, allow_not_found=True)
+    try:
+        return list(filesystem.get_file_info(selector))
+    except FileNotFoundError:
+        # Despite allow_not_found, pyarrow 26 raises this if the folder is created during the call.
+        return list(filesystem.get_file_info(selector))
 
 
 class StoredFile(io.RawIOBase):

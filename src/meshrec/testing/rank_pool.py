@@ -47,6 +47,8 @@ class _Outcome(NamedTuple):
     num_groups: int = 0
     """Number of process groups on the rank after the call. 0 if the function has destroyed the default group,
     or if the rank died."""
+    error_type: str | None = None
+    """Name of the type of the error that the function raised, if any."""
 
 
 # Modules imported once, before ranks fork. torch._dynamo is listed because an optimizer's first step imports
@@ -75,8 +77,8 @@ class RankPool:
     ``run(function, *args)`` calls a module-level function on every rank, and returns the results by rank.
     Ranks import the function by file and name, so tests can pass functions defined in a test file. Arguments
     and results are pickled. The pool starts new processes after functions have created many process groups or
-    destroyed the default group. Between calls all processes are stopped (SIGSTOP), with any threads that
-    functions have started.
+    destroyed the default group, and after errors that may leave ranks out of step. Between calls all
+    processes are stopped (SIGSTOP), with any threads that functions have started.
 
     Args:
         world_size: Number of ranks.
@@ -138,8 +140,8 @@ class RankPool:
             args: Arguments, which are pickled.
 
         Raises:
-            RankError: The function raised an error on a rank, or a rank died or timed out. After a death or
-                timeout, the next call starts new processes.
+            RankError: The function raised an error on a rank, or a rank died or timed out. Unless all ranks
+                raised the same type of error, the next call starts new processes.
         """
         task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
@@ -166,8 +168,11 @@ class RankPool:
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
         groups = [outcome.num_groups for outcome in outcomes.values()]
-        # After a timeout, a late answer could be mistaken for the next call's.
-        if lost or min(groups) == 0 or max(groups) > _MAX_GROUPS:
+        # After a timeout, a late answer could be mistaken for the next call's. After an error on some ranks,
+        # or in a collective (gloo raises a RuntimeError), collectives of the next call could fail.
+        error_types = {outcome.error_type for outcome in outcomes.values()}
+        is_out_of_step = len(error_types) > 1 or error_types & {"CollectiveError", "RuntimeError"}
+        if lost or is_out_of_step or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
         else:
             # Idle, a process with ten groups takes a hundredth of a core, and a test session has thirty.
@@ -245,10 +250,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     with contextlib.suppress(EOFError):
         while (task := pipe.recv()) is not None:
             try:
-                result, error = getattr(_module(task, modules), task.name)(*task.args), None
-            except BaseException:  # DCP's CheckpointException is not an Exception
-                result, error = None, traceback.format_exc()
-            pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map)))
+                result = getattr(_module(task, modules), task.name)(*task.args)
+                error, error_type = None, None
+            except BaseException as raised:  # DCP's CheckpointException is not an Exception
+                result, error, error_type = None, traceback.format_exc(), type(raised).__name__
+            pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map), error_type))
     if dist.is_initialized():
         dist.destroy_process_group()
 
