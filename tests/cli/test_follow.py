@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.checkpoint.delta_files import verify_deltas
 from meshrec.cli.__main__ import main
+from meshrec.data.features.values import kind_of
+from meshrec.export import Predictor
+from meshrec.runs.fitting import stored_columns
 from meshrec.runs.following import follow_rank
 from meshrec.runs.job import Job
 from meshrec.train.run_folder import RunFolder
@@ -225,6 +229,37 @@ def test_redis_streams_are_followed_and_continued(meshrec, redis_server, tmp_pat
     assert code == 0, errors
     assert checksums(tmp_path / "runs" / "mine")[0] == 30
     assert (tmp_path / "runs" / "mine" / "steps.jsonl").is_file()
+    types = stored_columns(RunFolder(tmp_path / "runs" / "mine"))
+    kinds = {"price": "number", "user": "integer", "item": "integer", "ts": "number", "clicked": "integer"}
+    assert {field.name: kind_of(field.type) for field in types} == kinds
+
+
+def test_an_export_needs_no_data_files(meshrec, follow, runs, tmp_path):
+    past, columns = tmp_path / "past.parquet", runs / "a" / "columns.json"
+    pq.write_table(events(0, 400), past)
+    assert follow("a", "--data.train", past)[0] == 0
+
+    def scores(name):
+        """Scores of the exported run."""
+        code, _, errors = meshrec("export", "a", "--no-compile", "--out", tmp_path / name)
+        assert code == 0, errors
+        predictor = Predictor(tmp_path / name)
+        dense, ids, lengths = predictor.raw.encode(events(300, 50).select(["price", "user", "item"]))[:3]
+        values, lengths = ({k: torch.from_numpy(v) for k, v in one.items()} for one in (ids, lengths))
+        return predictor(torch.from_numpy(dense), values, lengths)
+
+    columns.rename(tmp_path / "columns.json")
+    with_files = scores("with")
+    past.unlink()
+    code, _, errors = meshrec("export", "a", "--no-compile", "--out", tmp_path / "neither")
+    assert code == 1
+    assert "past.parquet" in errors
+    (tmp_path / "columns.json").rename(columns)
+    assert scores("without").tolist() == with_files.tolist()
+    columns.write_text(columns.read_text().replace("double", "int64"))
+    code, _, errors = meshrec("export", "a", "--no-compile", "--out", tmp_path / "damaged")
+    assert code == 1
+    assert "columns.json" in errors
 
 
 def test_the_help_lists_the_options_of_command_and_recipe(meshrec):

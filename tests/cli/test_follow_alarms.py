@@ -39,8 +39,6 @@ def follow(meshrec, tmp_path):  # noqa: F811
 
     def call(*words):
         first = [RECIPE, tmp_path / "in", "--time", "ts", "--training.batch-size", "200"]
-        # For the export, which reads the types of the recipe's columns.
-        first += ["--data.train", tmp_path / "past"]
         named = ["--resume"] if (tmp_path / "runs").exists() else first
         often = ("--checkpoint-minutes", "1e-6", "--delta-seconds", "1e-6", "--log-seconds", "1e-6")
         limits = ("--drift-limit", "0.25")
@@ -62,7 +60,6 @@ def test_a_server_keeps_good_weights_in_a_hold_and_gets_them_back_in_a_roll_back
     def steps():
         return [line["step"] for line in RunFolder(run).metrics() if line["kind"] == "alarm"]
 
-    write_hour(tmp_path / "past", 0)
     for hour in range(3):
         write_hour(tmp_path / "in", hour)
     code, _, errors = follow("--on-alarm", "hold")

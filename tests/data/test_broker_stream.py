@@ -17,7 +17,8 @@ from meshrec.comms.mesh import Axis, default_env
 from meshrec.data import DataError, broker_stream
 from meshrec.data.broker_stream import BrokerStream
 from meshrec.data.brokers import Broker, Records
-from meshrec.data.features import Features, Integer, Label, Number, TimedFeatures
+from meshrec.data.features import Features, Integer, Key, Label, Number, TimedFeatures
+from meshrec.data.features.values import kind_of
 from meshrec.testing.rank_pool import RankError
 from tests.data.broker_servers import kafka_cluster, redis_server  # noqa: F401
 from tests.data.test_messages import arrow_message
@@ -64,6 +65,26 @@ def test_records_of_one_stream_come_in_order_and_continue_at_any_position(redis_
         assert [ids for ids, _ in read(address, 1, position=position)] == [
             [n] for n in range(3 * number + 3, 40)
         ]
+
+
+def test_columns_get_the_types_of_their_first_values(redis_server):  # noqa: F811
+    columns = {
+        "a": Key(name="a", max_rows=10),
+        "b": Key(name="b", max_rows=10),
+        "x": Number(name="x"),
+        "z": Key(name="z", max_rows=10),
+    }
+    features = Features(labels=(Label(column="y"),), features=tuple(columns.values()))
+    records = [{"y": 1, "a": None, "b": None, "x": 1, "z": None}] * 3
+    records += [{"y": 0, "a": "text", "b": 7, "x": 1.5, "z": None}] * 3
+    for record in records:
+        redis_server.add("a", [record])
+    source = BrokerStream(redis_server.address("a"), features)
+    assert source.column_types.schema is None
+    for _ in steps(source, 3, stop=lambda: True):
+        pass
+    types = {field.name: kind_of(field.type) for field in source.column_types.schema}
+    assert types == {"y": "integer", "a": "text", "b": "integer", "x": "number", "z": "number"}
 
 
 def test_events_have_the_time_of_their_record_or_of_a_column(redis_server):  # noqa: F811

@@ -51,7 +51,7 @@ def test_inspect_writes_the_format_into_a_recipe_that_reads_by_it(tmp_path):
     data = resolve(f"{out}:recipe").data
     assert isinstance(data, Csv)
     assert data.csv == CsvFormat(delimiter=":", decimal_point=",", encoding="latin-1")
-    assert data.raw_schema(data.fit()).field("price").type == pa.float64()
+    assert data.load().arrow_schema.field("price").type == pa.float64()
 
 
 def test_inspect_of_a_log_writes_the_format_too(tmp_path):

@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from meshrec.cli import evaluate, export, predict
+from meshrec.checkpoint import read_manifest
+from meshrec.cli import evaluate, export, predict, quantize
 from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.features import Features
@@ -152,6 +153,24 @@ def test_a_run_is_exported_with_what_it_fitted(run, tmp_path):
     old = RawValues.load(tmp_path / "p").encode(request)
     for key, values in encoded.values.items():
         assert old.values[key].tolist() == values.tolist()
+
+
+def test_export_and_quantize_need_no_data_files(run, tmp_path):
+    moved = RunFolder(shutil.copytree(run.path.parent, tmp_path / "moved") / "r")
+    config = moved.read_json("config.json")
+    config["recipe"]["data"]["train"] = [str(tmp_path / "missing")]
+    moved.write_json("config.json", {k: v for k, v in config.items() if k != "crc32"}, seal=True)
+    for folder, name in ((run, "with"), (moved, "without")):
+        assert export.main([str(folder.path), "--out", str(tmp_path / name), "--no-compile"]) == 0
+        assert quantize.main([str(folder.path), "--out", str(tmp_path / f"{name}-int8")]) == 0
+    for name in ("features.json", "columns.arrow"):
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
+    weights, same = (Predictor(tmp_path / name).weights for name in ("with", "without"))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
+    tensors, same = (read_manifest(tmp_path / name).tensors for name in ("with-int8", "without-int8"))
+    assert tensors == same
+    with pytest.raises(ValueError, match="missing"):
+        quantize.main([str(moved.path), "--out", str(tmp_path / "budget"), "--max-loss", "0.1"])
 
 
 def test_a_column_that_changed_its_type_is_refused(run, tmp_path):

@@ -175,7 +175,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     import pyarrow.parquet as parquet
 
     from meshrec.export.towers import catalogue_vectors, row_vectors, vectors_of_raw_items
-    from meshrec.runs.fitting import data_of_run, features_of
+    from meshrec.runs.fitting import description_of_run, features_of
     from meshrec.runs.recommending import ItemValues
     from meshrec.runs.vectors import values_of_rows
     from meshrec.train.log_sources import LogSource
@@ -187,7 +187,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     else:
         run = _find_run(options)
         source = load_recipe(run).data
-        dataset = data_of_run(source, run)
+        dataset = description_of_run(source, run)
         if dataset.catalogue is not None and dataset.item is not None:
             vectors = catalogue_vectors(predictor, dataset.catalogue)
             ids = dataset.catalogue[dataset.item].values().numpy()

@@ -27,7 +27,7 @@ from meshrec.data.samples import Bools, Ints, PermutedSamples, Samples, concaten
 from meshrec.data.step_log import StepLog
 from meshrec.data.step_planner import Runs, StepPlanner
 from meshrec.data.streaming import Lane, background_thread
-from meshrec.data.streams import Burst, Position, Stream
+from meshrec.data.streams import Burst, ColumnTypes, Position, Stream
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class BrokerStream(Stream):
             if not seconds > 0:
                 raise ValueError(f"{name} is {seconds}; it must be above 0. Take 1, for example.")
         self.faults = RecordFaults(on_error)
+        self.column_types = ColumnTypes(features.columns())
         self.late = Counter[str]()
         self._broker = open_broker(address)
         self._features, self._set_aside = features, set_aside
@@ -152,6 +153,7 @@ class BrokerStream(Stream):
         rows = _RankRows(
             self._features,
             self.faults,
+            self.column_types,
             name=self._broker.name,
             aside=aside,
             batch_size=batch_size,
@@ -345,6 +347,7 @@ class _RankRows:
     Args:
         features: fitted features.
         faults: raises for damaged rows, or counts them.
+        types: receives the types of decoded columns.
         name: name of the stream, for messages.
         aside: file that receives omitted rows; None: they are only counted.
         batch_size: samples per batch and rank.
@@ -357,6 +360,7 @@ class _RankRows:
         self,
         features: Encoding,
         faults: RecordFaults,
+        types: ColumnTypes,
         *,
         name: str,
         aside: Path | None,
@@ -365,7 +369,7 @@ class _RankRows:
         late: Counter[str],
         late_seconds: float,
     ) -> None:
-        self._features, self._faults, self._aside = features, faults, aside
+        self._features, self._faults, self._types, self._aside = features, faults, types, aside
         self._origin = RowOrigin(name, 0)
         self._batch_size, self._axis = batch_size, axis
         self._late, self._late_microseconds = late, late_seconds * 1e6
@@ -393,6 +397,8 @@ class _RankRows:
         flat = (np.cumsum(num_rows) - num_rows)[inverse] + rows
         first = end = 0
         for decoded in self._decoder.decode(payloads):
+            if len(decoded.rows):
+                self._types.add(decoded.table.schema, self._decoder.untyped(decoded.table))
             start, first = first, first + decoded.num_rows
             first_flat, end = end, int(np.searchsorted(flat, first))
             of_piece = of_run[first_flat:end]

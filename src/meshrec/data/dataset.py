@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,6 +166,7 @@ class Dataset:
         dense_names: names of the ``Batch.dense`` columns, if known.
         num_classes: classes of a class label, for which the model needs a logit per class. 0: the model has a
             single logit.
+        arrow_schema: Arrow schema of the columns from which a sample is encoded, if samples are table rows.
         skipped: damaged rows omitted so far, counted by file and reason. A row that is read again is not
             counted again.
     """
@@ -194,6 +195,7 @@ class Dataset:
     number_edges: tuple[tuple[float, ...], ...] = ()
     num_classes: int = 0
     dense_names: tuple[str, ...] = ()
+    arrow_schema: Any = None
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """Return the embedding table configurations, all with dimension ``embedding_dim``.

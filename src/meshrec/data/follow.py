@@ -38,7 +38,7 @@ from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import PermutedSamples, Samples, to_batch, void_samples
 from meshrec.data.stores import StoreError, modification_time_of, version_of
 from meshrec.data.streaming import Lane, background_thread
-from meshrec.data.streams import Burst, Position, Stream
+from meshrec.data.streams import Burst, ColumnTypes, Position, Stream
 from meshrec.data.tables import ArrowSource
 
 _log = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class Follow(Stream):
         if not is_address(folder) and Path(folder).is_file():
             raise ValueError(f"{folder} is a file; only a folder can be followed. Give its folder.")
         self.faults = Faults(on_error)
+        self.column_types = ColumnTypes(features.columns())
         self._folder, self._set_aside = _Folder(folder, features, self.faults), set_aside
         self._poll_seconds, self._broken_seconds = poll_seconds, broken_seconds
         self._extend = extend
@@ -174,7 +175,7 @@ class Follow(Stream):
         start = FilePosition() if position is None else FilePosition(**position)
         planner = FilePlanner(self._folder, start, self._broken_seconds, aside)
         files: deque[FilePosition] = deque()
-        reader = _RankReader(self._folder, aside, batch_size, axis)
+        reader = _RankReader(self._folder, self.column_types, aside, batch_size, axis)
         # Also if the consumer stops early, the thread ends, and then files are closed.
         with contextlib.closing(reader.windows(files)) as windows, background_thread() as thread:
             lane, num_read = Lane(windows, 0, thread), 0
@@ -392,8 +393,11 @@ class FilePlanner:
 class _RankReader:
     """Reader of this rank's rows, file by file."""
 
-    def __init__(self, folder: _Folder, set_aside: Path | None, batch_size: int, axis: Axis) -> None:
-        self._folder, self._set_aside, self._batch_size, self._axis = folder, set_aside, batch_size, axis
+    def __init__(
+        self, folder: _Folder, types: ColumnTypes, set_aside: Path | None, batch_size: int, axis: Axis
+    ) -> None:
+        self._folder, self._types, self._set_aside = folder, types, set_aside
+        self._batch_size, self._axis = batch_size, axis
 
     def windows(self, files: deque[FilePosition]) -> Generator[PermutedSamples, None, None]:
         """Yield this rank's samples without end; an empty window if there is nothing to read yet.
@@ -422,7 +426,9 @@ class _RankReader:
         folder, file = self._folder, self._folder.file(start.file)
         check_version(file, start.version)
         size = _READ_ROWS * min(self._axis.size, _MAX_READ_RANKS)
-        for first, num, table in _tables(folder.source(start.file, folder.faults), start.row, size):
+        source = folder.source(start.file, folder.faults)
+        self._types.add(source.arrow_schema)
+        for first, num, table in _tables(source, start.row, size):
             rows = np.arange(max(first, start.row), first + num, dtype=np.int64)
             ranks = (num_before + rows - start.row) // self._batch_size % self._axis.size
             rows = rows[ranks == self._axis.rank]

@@ -74,7 +74,7 @@ class JoinedStream(Stream):
         self._follow = Follow(
             joiner.output, features, on_error=on_error, set_aside=set_aside, extend=self._extend
         )
-        self.faults = self._follow.faults
+        self.faults, self.column_types = self._follow.faults, self._follow.column_types
         # Open on rank 0 while bursts are read.
         self._joiner, self._is_open = joiner, False
 

@@ -111,6 +111,14 @@ class MessageDecoder:
             else:
                 yield self._texts(run) if form is _Form.TEXTS else self._json(run)
 
+    def untyped(self, table: "pa.Table") -> list[str]:
+        """Return the decoded columns without a value whose kind the features do not know."""
+        return [
+            name
+            for name in table.column_names
+            if name not in self._kinds and table[name].null_count == table.num_rows
+        ]
+
     def _arrow(self, payloads: list[bytes]) -> Iterator[DecodedRows]:
         """Decode Arrow IPC streams. Consecutive ones with the same columns become one table."""
         decoded = map(self._arrow_message, payloads)

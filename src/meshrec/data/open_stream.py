@@ -48,12 +48,20 @@ def stream_dataset(stream: Stream, features: Encoding, *, epoch_samples: int = 0
 
     Args:
         stream: the stream.
+        features, epoch_samples: as for `empty_dataset`.
+    """
+    dataset = empty_dataset(features, epoch_samples=epoch_samples)
+    return replace(dataset, skipped=stream.faults.by_file)
+
+
+def empty_dataset(features: Encoding, *, epoch_samples: int = 0) -> Dataset:
+    """Create a dataset that describes samples, and has none.
+
+    Args:
         features: fitted features that encode the records.
         epoch_samples: number of samples that count as an epoch, for options per epoch; 0: unknown.
     """
-    return replace(
-        training_dataset(features, _NoSamples(epoch_samples), "stream"), skipped=stream.faults.by_file
-    )
+    return training_dataset(features, _NoSamples(epoch_samples), "stream")
 
 
 class _NoSamples(Reader):

@@ -1,10 +1,11 @@
 """Unbounded data: records that arrive while a model trains on them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from meshrec.comms.mesh import Axis
+from meshrec.data.arrow import pa
 from meshrec.data.batch import Batch
 from meshrec.data.faults import Faults
 
@@ -21,6 +22,50 @@ class Burst(NamedTuple):
     """This rank's batches, one per step. Each has ``times``."""
 
 
+class ColumnTypes:
+    """Arrow types of the columns in the records that this rank has read.
+
+    The types of records may differ: JSON has no types, and the first value of a column may be null, or 1
+    where later values are 1.5.
+
+    Args:
+        names: columns that features read.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        # Replaced and never changed, because another thread than that of `add` reads it.
+        self._types: dict[str, Any] = {}
+        # Columns whose type is that of a default, because they have had no value.
+        self._empty: set[str] = set()
+
+    @property
+    def schema(self) -> Any:
+        """Arrow schema of the columns; None before the first record."""
+        return pa.schema(list(self._types.items())) if self._types else None
+
+    def add(self, schema: Any, empty: Collection[str] = ()) -> None:
+        """Add the types of further records.
+
+        Args:
+            schema: Arrow schema. Columns that features do not read are ignored.
+            empty: columns that have no type of their own and no value in these records.
+        """
+        from meshrec.data.features.values import kind_of
+
+        types = dict(self._types)
+        for name in self._names:
+            if name not in schema.names:
+                continue
+            new = schema.field(name).type
+            if name not in types or (name in self._empty and name not in empty):
+                types[name] = new
+                (self._empty.add if name in empty else self._empty.discard)(name)
+            elif (kind_of(types[name]), kind_of(new)) == ("integer", "number"):
+                types[name] = new
+        self._types = types
+
+
 class Stream(ABC):
     """Records that arrive while a model trains on them, in batches for all ranks.
 
@@ -29,9 +74,11 @@ class Stream(ABC):
 
     Attributes:
         faults: counts of records that were left out on this rank, by reason.
+        column_types: types of the columns in the records so far; on rank 0 at least.
     """
 
     faults: Faults
+    column_types: ColumnTypes
 
     @abstractmethod
     def bursts(

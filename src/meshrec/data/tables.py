@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from typing_extensions import override
 
+from meshrec.data.arrow import pa
 from meshrec.data.dataset import Dataset, Reader
 from meshrec.data.encoding import Encoding, RowOrigin
 from meshrec.data.faults import DataError, Faults, NoRowsError, OnError, missing_column
@@ -167,18 +168,19 @@ def table_dataset(
         ValueError: both a split and files per part are given, or the split leaves a part empty.
     """
     check_seed(seed)  # before the first pass over the files
-    faults = Faults(on_error)
-    # Training, validation and test data, in the order of `Part`; None: no such data.
-    sources: Sequence[Source | None]
-    if split is None:
-        paths = (train, validation, test)
-        sources = [None if data is None else open_source(data, schema, faults) for data in paths]
-    elif validation is not None or test is not None:
+    if split is not None and (validation is not None or test is not None):
         raise ValueError(
             "a split takes validation and test out of the training data: give it, or their files."
         )
+    faults = Faults(on_error)
+    opened = open_source(train, schema, faults)
+    # Training, validation and test data, in the order of `Part`; None: no such data.
+    sources: Sequence[Source | None]
+    if split is None:
+        paths = (validation, test)
+        sources = [opened, *(None if data is None else open_source(data, schema, faults) for data in paths)]
     else:
-        sources = split.sources(open_source(train, schema, faults))
+        sources = split.sources(opened)
     # Evaluation data stay in file order, so predictions match rows.
     readers = [
         None
@@ -190,7 +192,7 @@ def table_dataset(
     ]
     assert readers[0] is not None
     return replace(
-        training_dataset(schema, readers[0], name),
+        training_dataset(schema, readers[0], name, _read_schema(opened, schema)),
         validation=readers[1],
         test=readers[2],
         skipped=faults.by_file,
@@ -223,13 +225,21 @@ def ordered_reader(
     return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
 
 
-def training_dataset(schema: Encoding, train: Reader, name: str) -> Dataset:
+def _read_schema(source: Source, schema: Encoding) -> Any:
+    """Return the Arrow schema of the columns that features read; None if the source has no tables."""
+    if not isinstance(source, Tables):
+        return None
+    return pa.schema([(name, source.arrow_schema.field(name).type) for name in schema.columns()])
+
+
+def training_dataset(schema: Encoding, train: Reader, name: str, arrow_schema: Any = None) -> Dataset:
     """Create a dataset that has only a training reader, and describes the samples by ``schema``.
 
     Args:
         schema: features encoding the rows.
         train: training reader.
         name: display name.
+        arrow_schema: as for `Dataset`.
     """
     return Dataset(
         name=name,
@@ -242,4 +252,5 @@ def training_dataset(schema: Encoding, train: Reader, name: str) -> Dataset:
         number_edges=schema.number_edges,
         num_classes=schema.num_classes,
         dense_names=schema.dense_names,
+        arrow_schema=arrow_schema,
     )

@@ -27,14 +27,14 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.index import mix
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copy_except
-from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.fitting import data_of_run, description_of_run, features_of
 from meshrec.runs.recommending import ItemValues
 from meshrec.runs.saved_recipe import load_recipe
 from meshrec.tables.hashed.table import HashedTable
 from meshrec.train.log_sources import LogSource
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
-from meshrec.train.recipe import RawSource, Recipe
+from meshrec.train.recipe import FittedSource, Recipe
 from meshrec.train.run_folder import RunFolder
 
 
@@ -84,7 +84,7 @@ def export_run(
             f"{run.path} learned {[task.name for task in recipe.loss.tasks]}, and a package gives one score. "
             "Export a module that returns one of them with meshrec.export.export, or use `meshrec predict`."
         )
-    dataset = data_of_run(recipe.data, run)
+    dataset = description_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
     # Entries for the manifest, which tell where the weights come from.
     about: dict[str, Any] = {"run": run.name, "recipe": recipe.name}
@@ -391,7 +391,7 @@ def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues |
 
     Return None if requests must have IDs: the data source cannot read table rows, or IDs have weights.
     """
-    if not isinstance(recipe.data, RawSource) or dataset.has_id_weights:
+    is_fitted = isinstance(recipe.data, FittedSource)
+    if not is_fitted or dataset.arrow_schema is None or dataset.has_id_weights:
         return None
-    features = features_of(run)
-    return RawValues(features, recipe.data.raw_schema(features))
+    return RawValues(features_of(run), dataset.arrow_schema)

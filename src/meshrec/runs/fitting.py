@@ -1,17 +1,20 @@
 """Fit the features of a run (such as vocabularies and bucket edges), and read them back.
 
 A run fits them once, on all ranks if the data source supports it. Rank 0 stores them in the run folder, from
-which all later commands read them.
+which all later commands read them. It also stores the types of the columns, so that no command needs the
+training data only to learn how a sample looks.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshrec.comms.failures import sendable
 from meshrec.data.faults import DataError
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, FittedSource, RankFittedSource
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import CONFIG, RunFolder
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 FEATURES = "features.json"
 """File with the fitted features, inside the run folder. Vocabularies are in ``features.arrow``."""
+
+COLUMNS = "columns.json"
+"""File with the Arrow schema of the columns that features read, inside the run folder."""
 
 
 def load_data(
@@ -55,7 +61,10 @@ def load_data(
         fitted = source.fit() if features is None else features
         return fitted if earlier is None else fitted.continued(features_of(earlier))
 
-    return source.dataset(features_in(folder, ranks, fit))
+    dataset = source.dataset(features_in(folder, ranks, fit))
+    if ranks.is_first and dataset.arrow_schema is not None:
+        store_columns(folder, dataset.arrow_schema)
+    return dataset
 
 
 def features_in(folder: RunFolder, ranks: Ranks, fit: Callable[[], "Features"]) -> "Features":
@@ -137,6 +146,43 @@ def features_of(folder: RunFolder) -> "Features":
     if saved is None:
         raise DataError(f"{folder.path} has no {FEATURES}: its features were never fitted. Train again.")
     return Features.from_saved(saved, folder.path / FEATURES)
+
+
+def store_columns(folder: RunFolder, schema: Any) -> None:
+    """Store the Arrow schema of the columns that features read in the run folder."""
+    content = b64encode(schema.serialize().to_pybytes()).decode()
+    # The readable types are for users.
+    types = {field.name: str(field.type) for field in schema}
+    folder.write_json(COLUMNS, {"types": types, "arrow": content}, seal=True)
+
+
+def stored_columns(folder: RunFolder) -> Any:
+    """Return the Arrow schema from `store_columns`; None if the run has none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    import pyarrow as pa
+
+    saved = folder.read_json(COLUMNS)
+    return None if saved is None else pa.ipc.read_schema(pa.py_buffer(b64decode(saved["arrow"])))
+
+
+def description_of_run(source: DataSource, folder: RunFolder) -> "Dataset":
+    """Return a run's data without samples, or with them if the run folder does not describe the columns.
+
+    Raises:
+        DataError: the data must be read and cannot be, or the run's features are missing.
+        ValueError: a file of the run is damaged.
+    """
+    from meshrec.data.open_stream import empty_dataset
+
+    schema = stored_columns(folder)
+    if schema is None:
+        return data_of_run(source, folder)
+    samples = (folder.read_json(CONFIG) or {}).get("data", {}).get("samples", {})
+    dataset = empty_dataset(features_of(folder), epoch_samples=samples.get("train") or 0)
+    return replace(dataset, arrow_schema=schema)
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":

@@ -16,14 +16,14 @@ from meshrec.data.joined_stream import JoinedStream
 from meshrec.data.locations import without_secrets
 from meshrec.data.open_stream import open_stream, stream_dataset
 from meshrec.data.streams import Stream
-from meshrec.runs.fitting import features_in, features_of
+from meshrec.runs.fitting import features_in, features_of, store_columns, stored_columns
 from meshrec.runs.job import Job
 from meshrec.runs.live_page import live_page
 from meshrec.runs.same_start import compare_ranks, describe_dataset
 from meshrec.runs.worker import RankRun, run_rank
 from meshrec.train.feature_drift import drift_of
-from meshrec.train.observers import Observer, Reported
-from meshrec.train.recipe import RawSource, Recipe, TableSource
+from meshrec.train.observers import Event, Logged, Observer, Reported
+from meshrec.train.recipe import Recipe, TableSource
 from meshrec.train.run_folder import CONFIG, JOINED, RunFolder
 from meshrec.train.stopping import StopRequest
 from meshrec.train.stream_trainer import StreamTrainer
@@ -49,7 +49,7 @@ def check_source(recipe: Recipe, earlier: RunFolder | None) -> None:
         ValueError: samples need more than one record, or the features are not those of the earlier run.
     """
     source = recipe.data
-    if not isinstance(source, RawSource) or not isinstance(source, TableSource):
+    if not isinstance(source, TableSource):
         raise ValueError(
             f"recipe {recipe.name!r} has the data source {type(source).__name__}, whose samples are not "
             "single records. A stream needs features of columns, such as those of Parquet or Csv."
@@ -152,6 +152,8 @@ class StreamRun(RankRun):
                 )
             else:
                 stream = self._open_joined(timed, joined)
+        if self._ranks.is_first:
+            self._observers.append(self._keep_columns(stream))
         dataset = stream_dataset(stream, features, epoch_samples=self._epoch_samples())
         compare_ranks(self._ranks, describe_dataset(dataset), "have opened different streams")
         return StreamTrainer(
@@ -200,6 +202,23 @@ class StreamRun(RankRun):
             features=features,
         )
         return JoinedStream(join, features, on_error=source.on_error, set_aside=aside)
+
+    def _keep_columns(self, stream: Stream) -> Observer:
+        """Return an observer that stores the types of the stream's columns before every checkpoint."""
+        for run in (self._job.warm_start, self._folder):
+            if run is not None and (earlier := stored_columns(run)) is not None:
+                stream.column_types.add(earlier)
+        stored = stored_columns(self._folder)
+
+        def observe(event: Event) -> None:
+            """Store the types, if they have changed."""
+            nonlocal stored
+            # A metrics line comes before every checkpoint.
+            if isinstance(event, Logged) and (schema := stream.column_types.schema) != stored:
+                store_columns(self._folder, schema)
+                stored = schema
+
+        return observe
 
     def _epoch_samples(self) -> int:
         """Return the number of training samples of the run from which this one started; 0: none."""

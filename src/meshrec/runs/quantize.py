@@ -13,6 +13,7 @@ from meshrec.quant.from_checkpoint import quantised_about
 from meshrec.quant.page import html_page
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
+from meshrec.runs.fitting import data_of_run
 from meshrec.runs.scoring import TrainedModel, load_trained_model
 from meshrec.train.evaluation import outputs_of
 from meshrec.train.progress import origin_of
@@ -76,10 +77,10 @@ def quantize_run(
     if max_loss is None:
         quantised = quantize(trained.model, weights, rounding=rounding)
     else:
-        is_refit = measured is not None and measured.path != run.path
-        judged = load_trained_model(measured) if measured is not None and is_refit else trained
         # For a refit, data types are chosen on the first fit, and applied to the refit.
-        choice = _choose_precisions(judged, ranks, max_loss, rounding)
+        judged = run if measured is None else measured
+        model = trained if judged.path == run.path else load_trained_model(judged)
+        choice = _choose_precisions(model, judged, ranks, max_loss, rounding)
         quantised = quantize(
             trained.model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding
         )
@@ -92,9 +93,11 @@ def quantize_run(
     return QuantisedRun(quantised, choice)
 
 
-def _choose_precisions(trained: TrainedModel, ranks: Ranks, max_loss: float, rounding: Rounding) -> Choice:
-    """Choose a data type per table. The validation loss rises by at most the fraction ``max_loss``."""
-    reader = trained.dataset.validation
+def _choose_precisions(
+    trained: TrainedModel, run: RunFolder, ranks: Ranks, max_loss: float, rounding: Rounding
+) -> Choice:
+    """Choose a data type per table. The run's validation loss rises by at most the fraction ``max_loss``."""
+    reader = data_of_run(trained.recipe.data, run).validation
     if reader is None:
         raise ValueError(
             f"{trained.checkpoint} is of a run without validation data to hold the budget on. Train with "

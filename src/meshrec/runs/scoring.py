@@ -12,7 +12,7 @@ from torch import nn
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim import SGD
-from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.fitting import description_of_run, features_of
 from meshrec.runs.saved_recipe import describe_data, load_recipe
 from meshrec.train.building import build_model
 from meshrec.train.evaluation import Scored, score
@@ -113,18 +113,16 @@ def load_model(
 
 
 class TrainedModel(NamedTuple):
-    """A run's unsharded model with trained weights, and the recipe and data it was trained with.
+    """A run's unsharded model with trained weights, and the recipe it was trained with.
 
     Attributes:
         model: unsharded model on the CPU.
         recipe: the run's recipe.
-        dataset: the run's data.
         checkpoint: path of the checkpoint with the weights.
     """
 
     model: nn.Module
     recipe: Recipe
-    dataset: "Dataset"
     checkpoint: Path
 
 
@@ -138,14 +136,13 @@ def load_trained_model(run: RunFolder, *, step: int | None = None, last: bool = 
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
-    dataset = data_of_run(recipe.data, run)
-    model = recipe.model.build(dataset)
+    model = recipe.model.build(description_of_run(recipe.data, run))
     for child in model.modules():
         if isinstance(child, TableCollection):
             # Tables are built on the meta device. The checkpoint has values for all rows.
             child.to_empty(device=torch.device("cpu"))
     load(checkpoint, {"model": model})
-    return TrainedModel(model, recipe, dataset, checkpoint)
+    return TrainedModel(model, recipe, checkpoint)
 
 
 def _with_on_error(source: DataSource, on_error: "OnError | None") -> DataSource:

@@ -95,10 +95,6 @@ class ClickLog(DataSource):
             dataset, id_columns=tuple(column for column in dataset.id_columns if column != HISTORY)
         )
 
-    def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the Arrow schema of the log's rows with histories."""
-        return self.table(features=features).schema
-
     def load(self) -> "Dataset":
         """Learn vocabularies from the training rows, and return the dataset."""
         return self.dataset(self.fit())

@@ -20,8 +20,6 @@ from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, Ranking, Softm
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from meshrec.comms.mesh import Axis
     from meshrec.data import Dataset, Split
     from meshrec.data.encoding import Encoding
@@ -102,17 +100,6 @@ class RankFittedSource(FittedSource, Protocol):
         Raises:
             Exception: a rank failed; raised on every rank.
         """
-
-
-@runtime_checkable
-class RawSource(FittedSource, Protocol):
-    """Interface of a fitted source in which every sample is converted from a single table row.
-
-    A server can therefore score the rows in requests.
-    """
-
-    def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the Arrow schema of a row: column names and types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,15 +274,6 @@ class TableSource(ABC):
             self._open, data, features, labelled=labelled, on_error=self.on_error, window=self.window
         )
         return training_dataset(features, reader, type(self).__name__.lower())
-
-    def raw_schema(self, features: "Features") -> "pa.Schema":
-        """Return the Arrow schema of a training row: column names and types."""
-        from meshrec.data.faults import Faults
-        from meshrec.data.tables import Tables
-
-        source = self._open(self.parts()[0], features, Faults("raise"))
-        assert isinstance(source, Tables)
-        return source.arrow_schema
 
     @property
     def csv_format(self) -> "CsvFormat":

@@ -53,7 +53,7 @@ it with the run. The second: the folder existed before, and was empty.
 """
 # Files that exist at most once per run, as a pattern without groups: `FILES` contains it twice, also for
 # temporary files.
-_JSON = r"(?:(?:config|plan|summary|state|features|launch|hold)\.json|features\.arrow)"
+_JSON = r"(?:(?:config|plan|summary|state|features|columns|launch|hold)\.json|features\.arrow)"
 _RECIPE_FIELDS = {"name", "data", "model"}
 """Recipe fields in ``config.json`` that every release has written."""
 FILES = re.compile(
