@@ -7,7 +7,7 @@ pipeline runs there unchanged.
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,6 +122,7 @@ class ClicksLoop(Loop):
         pipelined: bool,
         strict: bool = False,
         bf16: bool = False,
+        dense_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         tables = configs(shape.num_tables, shape.num_rows, shape.dim, **options)
@@ -136,6 +137,7 @@ class ClicksLoop(Loop):
             env,
             plan=md.ShardingPlan({TABLES: plan}),
             sharders=[md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=LR, eps=EPS))],
+            dense_options=dense_options,
         )
         fused = self.model.fused_optimizer
         rest = {name: p for name, p in self.model.named_parameters() if name not in fused.params}
