@@ -1,11 +1,17 @@
 """An alarm takes the run and its servers back to weights from before, whatever interrupts it."""
 
+import os
+import random
+import signal
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshrec.checkpoint import (
     CheckpointError,
@@ -19,6 +25,7 @@ from meshrec.data.label_options import LabelOptions
 from meshrec.runs.following import follow_rank
 from meshrec.runs.job import Job
 from meshrec.serve.fresh import apply_deltas
+from meshrec.testing.rank_pool import RankError
 from meshrec.train import progress, stream_trainer
 from meshrec.train.alarms import Alarms
 from meshrec.train.observers import Logged, Reported
@@ -274,6 +281,57 @@ def test_two_ranks_roll_back(ranks, events, tmp_path):
     write_events(tmp_path / "good", 0, 20 * GOOD)
     ranks(2).run(train_good, tmp_path / "good", tmp_path / "whole")
     expected, after = package(tmp_path / "whole").weights, weights(early)
+    assert all(torch.equal(after[name], expected[name]) for name in after)
+
+
+STATES = {
+    "decided": lambda hold: hold is not None,
+    "rolled back": lambda hold: hold is not None and hold.delta is not None,
+    # A run in the second state becomes one without a hold.
+    "left": lambda hold: hold is None or hold.choice is not None,
+}
+
+
+def train_here(folder, out, choice, alarms):
+    with short_window(check if alarms else lambda *_, **__: None):
+        follow(folder, out, choice, is_fixed=True)
+
+
+def train_and_die(folder, out, choice, state, seconds):
+    """Train until all ranks are killed, some time after the roll-back gets a state."""
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def kill():
+        while not STATES[state](read_hold(out)):
+            time.sleep(1e-4)
+        time.sleep(seconds)
+        for pid in (*pids[1:], pids[0]):
+            os.kill(pid, signal.SIGKILL)
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=kill, daemon=True).start()
+    train_here(folder, out, choice, choice is None)
+    # The kill may come after the end.
+    time.sleep(60)
+
+
+def test_a_roll_back_survives_kills_of_all_ranks(ranks, events, tmp_path):
+    out = tmp_path / "run"
+    ranks(2).run(train_here, events, out, None, True)
+    early = package(out)
+    write_events(events, 60, 260)
+    for state, choice in (("decided", None), ("rolled back", None), ("left", "reread")):
+        hold = read_hold(out)
+        # The kill before may have come late.
+        if hold is None or hold.delta is None or choice is not None:
+            seconds = random.uniform(0, 0.02)
+            with pytest.raises(RankError, match="exit code -9"):
+                ranks(2).run(train_and_die, events, out, choice, state, seconds)
+    ranks(2).run(train_here, events, out, "reread" if read_hold(out) else None, False)
+    ranks(2).run(train_here, events, tmp_path / "whole", None, False)
+    assert checksums(out) == checksums(tmp_path / "whole")
+    after, expected = weights(early), package(out, last=True).weights
     assert all(torch.equal(after[name], expected[name]) for name in after)
 
 
