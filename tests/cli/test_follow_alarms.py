@@ -104,9 +104,10 @@ def test_a_server_keeps_good_weights_in_a_hold_and_gets_them_back_in_a_roll_back
         write_hour(tmp_path / "in", 7)
         assert follow("--on-alarm", "roll-back")[0] == 0
         write_hour(tmp_path / "in", 8, is_bad=True)
-        code, output, _ = follow()
+        code, output, errors = follow()
         assert code == 1
-        assert "rolled back to step" in output
+        assert (output + errors).count("rolled back to step") == 1
+        assert (output + errors).count("features have drifted") == 2
         hold = read_hold(run)
         assert steps()[-1] > 48
         # The newest one an hour before, of those that are half an hour apart.

@@ -127,10 +127,12 @@ class Alarms:
             alarms[metric] = text
         else:
             del alarms[metric]
+        if self._notify is not None:
+            self._notify(Reported(f"alarm: {text}"))
         self.report("alarm", text, step, {**values, "on": is_on})
 
     def report(self, kind: str, text: str, step: int, values: Mapping[str, Any]) -> None:
-        """Report an event on rank 0: in the log, the metrics lines and by the webhook.
+        """Report an event on rank 0: in the log, the metrics lines and by the webhook, not on the screen.
 
         Args:
             kind: kind of the metrics line.
@@ -140,9 +142,9 @@ class Alarms:
         """
         if self._notify is None:
             return
-        _logger.warning("step %d: %s: %s", step, kind, text)
+        # The screen shows warnings, and the text is there already.
+        _logger.info("step %d: %s: %s", step, kind, text)
         about = {"kind": kind, "step": step, "time": int(time.time()), **values}
-        self._notify(Reported(f"{kind}: {text}"))
         self._notify(Logged(about))
         if self._options.alarm_webhook is not None:
             # In a thread, because training must not wait for another host.

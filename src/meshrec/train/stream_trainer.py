@@ -239,7 +239,10 @@ class StreamTrainer:
         self._alarms.close()
 
     def _roll_back(self) -> None:
-        """Return to the checkpoint from before an alarm, take the servers there, and report it."""
+        """Return to the checkpoint from before an alarm, take the servers there, and report it.
+
+        The end of the run shows the text on the screen.
+        """
         hold = self.saver.roll_back()
         text = self.rolled_back_because
         assert text is not None
