@@ -21,6 +21,7 @@ BENCHES = {
     "checkpoint": "checkpoint",
     "data": "reading",
     "default_model": "default_model",
+    "new_users": "new_users",
     "serve": "serve",
     "serve_hostile": "serve_hostile",
     "stream": "stream",

@@ -12,6 +12,7 @@ from benchmarks import harness
 from benchmarks.dlrm_step import speed_bars
 from benchmarks.harness import Bar, Effort, Result, Timing, bars_table, measure, save
 from benchmarks.memory_limit import MemoryLimit
+from benchmarks.new_users import mean_ndcg
 from benchmarks.tbe import CASES, LIMIT, Expected, bars_of, time_case, verify, verify_limit, with_one_limit
 from benchmarks.tbe_contenders import Contender, Fbgemm, Lookups, MeshRec, Op, Shape, Torch
 
@@ -146,3 +147,9 @@ def test_fbgemm_agrees_with_the_formula() -> None:
     lookups = Lookups(TINY)
     it = Fbgemm(lookups)
     verify(it, Expected(lookups, it.weights))
+
+
+def test_ndcg_of_a_list_is_1_where_all_relevant_items_come_first() -> None:
+    items = [*range(10)]
+    assert mean_ndcg(items, [{0, 1, 2}]) == pytest.approx(1)
+    assert mean_ndcg(items, [{1}, {10}]) == pytest.approx(0.5 / 1.5849625)
