@@ -328,7 +328,7 @@ class StreamTrainer:
             self._lines.newest_event()
             self.saver.publish()
         self._report_delta()
-        if agreed.due & (_LOG | _SAVE):
+        if agreed.due:
             return_freed_memory()
         self.stopped = self.stopped or agreed.stop
 
