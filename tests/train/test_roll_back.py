@@ -33,7 +33,7 @@ from meshrec.train.run_folder import DELTAS
 from meshrec.train.stream_options import check_roll_back
 from meshrec.train.stream_saver import StreamSaver
 from tests.cli.test_follow import checksums as checksums_of_run
-from tests.cli.test_follow_labels import write_streams
+from tests.cli.test_follow_labels import add_to_redis, write_streams
 from tests.data.broker_servers import redis_server  # noqa: F401 - a fixture
 from tests.train.events import events as table_of
 from tests.train.events import recipe, write_events
@@ -340,7 +340,7 @@ def test_what_can_be_resumed_after_a_roll_back():
         check_roll_back("run", None, "reread")
 
 
-@pytest.mark.parametrize("kind", ["redis", "joined"])
+@pytest.mark.parametrize("kind", ["redis", "joined", "joined from redis"])
 def test_other_streams_return_to_the_records_of_the_checkpoint(request, tmp_path, kind):
     options = replace(ROLL_BACK, time="ts")
     if kind == "redis":
@@ -350,7 +350,12 @@ def test_other_streams_return_to_the_records_of_the_checkpoint(request, tmp_path
     else:
         write_streams(tmp_path, 320)
         labels = LabelOptions(key="number", window_seconds=60)
-        source = {"stream": str(tmp_path / "shown"), "actions": str(tmp_path / "clicks")}
+        folders = {"stream": tmp_path / "shown", "actions": tmp_path / "clicks"}
+        if kind == "joined":
+            source = {name: str(folder) for name, folder in folders.items()}
+        else:
+            server = request.getfixturevalue("redis_server")
+            source = {name: add_to_redis(server, folder) for name, folder in folders.items()}
         source["label_options"] = labels
 
     def train(name, options=options, **changes):
