@@ -69,8 +69,11 @@ class RawValues:
 
         # Requests have no labels.
         self._features, self._types = features.unlabelled(), types
+        # Float64 would round large IDs in requests.
+        integers = {feature.source for feature in self._features.ids if feature.reads_integers}
         self.columns: dict[str, Any] = {
-            name: _decoded_type(types.field(name).type) for name in self._features.columns()
+            name: _request_type(types.field(name).type, is_integer=name in integers)
+            for name in self._features.columns()
         }
         """Arrow type for every column in a request, by name."""
         self.kinds: dict[str, Kind] = {name: kind_of(kind) for name, kind in self.columns.items()}
@@ -175,13 +178,18 @@ class RawValues:
         return RawValues(replace(features, joins=joins), types)
 
 
-def _decoded_type(kind: Any) -> Any:
-    """Return a type without dictionary encoding; lists of any layout become plain lists."""
+def _request_type(kind: Any, *, is_integer: bool) -> Any:
+    """Return a type without dictionary encoding; lists of any layout become plain lists.
+
+    Args:
+        kind: Arrow type in the training data.
+        is_integer: whether floats become integers.
+    """
     if pa.types.is_dictionary(kind):
-        return _decoded_type(kind.value_type)
+        return _request_type(kind.value_type, is_integer=is_integer)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(_decoded_type(kind.value_type))
-    return kind
+        return pa.list_(_request_type(kind.value_type, is_integer=is_integer))
+    return pa.int64() if is_integer and pa.types.is_floating(kind) else kind
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "pa.Table":

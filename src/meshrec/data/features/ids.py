@@ -99,6 +99,11 @@ class IdFeature(ABC):
         return wrong_kind(self, self.allowed if self.separator is None else ("text",), kinds)
 
     @property
+    def reads_integers(self) -> bool:
+        """Whether the feature converts all numbers to integers."""
+        return self.takes_whole_only or self.found in ("integer", "list of integer")
+
+    @property
     def is_fitted(self) -> bool:
         """Whether the feature is fitted, or needs no fitting."""
         return self.found is not None or not self.needs_fit
@@ -184,7 +189,7 @@ class IdFeature(ABC):
 
     def _as_fitted(self, array: Any) -> Any:
         """Convert numbers in an Arrow array to the fitted kind: integers, or floats."""
-        kind = "integer" if self.takes_whole_only else self.found
+        kind = "integer" if self.reads_integers else self.found
         try:
             return array if kind is None else converted(array, kind)
         except ValueError as error:
