@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -17,7 +18,7 @@ from meshrec.checkpoint.delta_files import verify_deltas
 from meshrec.cli.__main__ import main
 from meshrec.data.features.values import kind_of
 from meshrec.export import Predictor
-from meshrec.runs.fitting import stored_columns
+from meshrec.runs.fitting import store_columns, stored_columns
 from meshrec.runs.following import follow_rank
 from meshrec.runs.job import Job
 from meshrec.train.run_folder import RunFolder
@@ -256,6 +257,13 @@ def test_an_export_needs_no_data_files(meshrec, follow, runs, tmp_path):
     assert "past.parquet" in errors
     (tmp_path / "columns.json").rename(columns)
     assert scores("without").tolist() == with_files.tolist()
+    types = stored_columns(RunFolder(runs / "a"))
+    store_columns(
+        RunFolder(runs / "a"), types.set(types.get_field_index("user"), pa.field("user", pa.null()))
+    )
+    code, _, errors = meshrec("export", "a", "--no-compile", "--out", tmp_path / "untyped")
+    assert code == 1
+    assert "['user']" in errors
     columns.write_text(columns.read_text().replace("double", "int64"))
     code, _, errors = meshrec("export", "a", "--no-compile", "--out", tmp_path / "damaged")
     assert code == 1

@@ -36,12 +36,10 @@ class ColumnTypes:
         self._names = names
         # Replaced and never changed, because another thread than that of `add` reads it.
         self._types: dict[str, Any] = {}
-        # Columns whose type is that of a default, because they have had no value.
-        self._empty: set[str] = set()
 
     @property
     def schema(self) -> Any:
-        """Arrow schema of the columns; None before the first record."""
+        """Arrow schema; None before the first record. The type of a column without values is null."""
         return pa.schema(list(self._types.items())) if self._types else None
 
     def add(self, schema: Any, empty: Collection[str] = ()) -> None:
@@ -55,15 +53,17 @@ class ColumnTypes:
 
         types = dict(self._types)
         for name in self._names:
-            if name not in schema.names:
+            if schema.get_field_index(name) < 0:
                 continue
-            new = schema.field(name).type
-            if name not in types or (name in self._empty and name not in empty):
-                types[name] = new
-                (self._empty.add if name in empty else self._empty.discard)(name)
-            elif (kind_of(types[name]), kind_of(new)) == ("integer", "number"):
+            old, new = types.get(name), pa.null() if name in empty else schema.field(name).type
+            if old is None or pa.types.is_null(old) or _widens(kind_of(old), kind_of(new)):
                 types[name] = new
         self._types = types
+
+
+def _widens(old: str, new: str) -> bool:
+    """Return whether a kind has all numbers of an integer kind, also in lists."""
+    return new != old == new.replace("number", "integer")
 
 
 class Stream(ABC):

@@ -74,8 +74,9 @@ def export_run(
         Path to the package folder or file.
 
     Raises:
-        ValueError: the run's recipe or checkpoint is missing, the run has several labels, or the quantized
-            checkpoint belongs to another run; also as for `export`.
+        ValueError: the run's recipe or checkpoint is missing, the run has several labels, no record of its
+            stream has had a value in a column, or the quantized checkpoint belongs to another run; also as
+            for `export`.
     """
     recipe = load_recipe(run)
     # Checked first, before data and weights are loaded.
@@ -124,6 +125,7 @@ def export_run(
             num_dense=parts.num_dense,
             scores=parts.scores,
         )
+    _check_types(parts.raw, run)
     about |= _trained_names(trained, parts.model)
     return export(
         parts.model,
@@ -395,3 +397,17 @@ def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues |
     if not is_fitted or dataset.arrow_schema is None or dataset.has_id_weights:
         return None
     return RawValues(features_of(run), dataset.arrow_schema)
+
+
+def _check_types(raw: RawValues | None, run: RunFolder) -> None:
+    """Raise ValueError if a column has had no value in the run's stream; see `ColumnTypes`.
+
+    A guessed type would give other IDs than the values of later records.
+    """
+    untyped = [] if raw is None else [name for name, kind in raw.kinds.items() if kind == "other"]
+    if untyped:
+        raise ValueError(
+            f"{run.path}: no record has had a value in the columns {untyped}. Their types are unknown, and a "
+            "package needs them for requests. Export a later checkpoint, when records have values, or train "
+            "without the features."
+        )
