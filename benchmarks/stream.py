@@ -350,9 +350,9 @@ def _drift(sizes: Sizes, folder: Path) -> tuple[dict[str, float], list[Bar]]:
     figures: dict[str, float] = {}
     gaps = []
     for number in range(sizes.drifts):
-        gap, found = _drift_between(sizes, folder / str(number), 10 * number)
+        gap, aucs = _drift_between(sizes, folder / str(number), 10 * number)
         gaps.append(gap)
-        figures |= found if number == 0 else {}
+        figures |= aucs if number == 0 else {}
     figures |= {f"best AUC minus that of follow, drift {number}": gap for number, gap in enumerate(gaps)}
     name = f"the same, mean of {len(gaps)}, {BATCH * sizes.after:,} events after the drift"
     return figures, [Bar(name, statistics.mean(gaps), 0.01, "", at_most=True)]
