@@ -20,8 +20,10 @@ def keys(types, value):
     return raw.encode(table_of({"id": [value]}, raw)).values["id"].tolist()
 
 
-@pytest.mark.parametrize("value", ["text", LARGE])
-def test_a_column_without_values_before_a_restart_gets_the_type_of_later_values(value):
+@pytest.mark.parametrize(
+    ("value", "nothing"), [("text", None), (LARGE, None), (["text"], []), ([LARGE], [None])]
+)
+def test_a_column_without_values_before_a_restart_gets_the_type_of_later_values(value, nothing):
     decoder = MessageDecoder(FEATURES)
 
     def types_after(ids, earlier=None):
@@ -29,15 +31,17 @@ def test_a_column_without_values_before_a_restart_gets_the_type_of_later_values(
         if earlier is not None:
             types.add(earlier)
         (decoded,) = decoder.decode([json.dumps({"y": 1, "id": id_}).encode() for id_ in ids])
+        assert decoded.problems == {}
         types.add(decoded.table.schema, decoder.untyped(decoded.table))
         return types.schema
 
-    empty = types_after([None, None])
+    empty = types_after([None, nothing])
     assert pa.types.is_null(empty.field("id").type)
-    assert types_after([None], empty) == empty
-    types = types_after([value], empty)
-    assert keys(types, value) == FEATURES.ids[0].rows_of(pa.array([value])).tolist()
-    assert types_after([None], types) == types
+    assert types_after([nothing], empty) == empty
+    types = types_after([nothing, value], empty)
+    values = pa.array(value if isinstance(value, list) else [value])
+    assert keys(types, value) == FEATURES.ids[0].rows_of(values).tolist()
+    assert types_after([nothing], types) == types
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.list_(pa.float64())])

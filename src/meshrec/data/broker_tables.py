@@ -280,9 +280,10 @@ class _Columns:
         if self._key in self.unknown and isinstance(payloads[0], dict):
             # Otherwise the first key would decide whether later ones must be numbers.
             self.kinds[self._key] = "text"
-        for decoded in MessageDecoder(self).decode(payloads):
+        decoder = MessageDecoder(self)
+        for decoded in decoder.decode(payloads):
             for name in self.unknown:
-                if decoded.table.num_rows and decoded.table[name].null_count < decoded.table.num_rows:
+                if decoded.rows and name not in decoder.untyped(decoded.table):
                     kind = kind_of(decoded.table[name].type)
                     if kind not in _TYPES:
                         raise DataError(

@@ -112,12 +112,13 @@ class MessageDecoder:
                 yield self._texts(run) if form is _Form.TEXTS else self._json(run)
 
     def untyped(self, table: "pa.Table") -> list[str]:
-        """Return the decoded columns without a value whose kind the features do not know."""
-        return [
-            name
-            for name in table.column_names
-            if name not in self._kinds and table[name].null_count == table.num_rows
-        ]
+        """Return the decoded columns without a value, also in lists, whose kind the features do not know."""
+        from meshrec.data.features.values import values_of
+
+        columns = {
+            name: values_of(table[name]).array for name in table.column_names if name not in self._kinds
+        }
+        return [name for name, values in columns.items() if values.null_count == len(values)]
 
     def _arrow(self, payloads: list[bytes]) -> Iterator[DecodedRows]:
         """Decode Arrow IPC streams. Consecutive ones with the same columns become one table."""
@@ -221,7 +222,9 @@ class MessageDecoder:
         num_rows = len(next(iter(columns.values())))
         arrays = {}
         for name, values in columns.items():
-            kind = self._kinds.get(name) or next(filter(None, map(_kind_of_value, values)), "number")
+            # Without a value, any kind will do.
+            default = "list of integer" if any(isinstance(value, list) for value in values) else "number"
+            kind = self._kinds.get(name) or next(filter(None, map(_kind_of_value, values)), default)
             arrays[name] = _array(name, values, kind, problems)
         rows = [row for row in range(num_rows) if row not in problems]
         table = pa.table(arrays)
