@@ -191,7 +191,9 @@ def _constraints(problem: Problem, scale: float) -> ProgramRows:
     rows = ProgramRows()
     # Every table of a type uses exactly one candidate.
     rows.add_many(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
-    # T_k is at least the mean load in phase k.
+    # T_k is at least the mean load in phase k. HiGHS takes coefficients up to 1e-9 for 0, so loads are
+    # divided by `scale`, and bytes by the cap (findings/highs_drops_small_coefficients.sh). A dropped
+    # coefficient relaxes its row.
     mean_CK = problem.mean_load_CK() / scale
     rows.add_many(
         np.append(np.tile(phase, num_candidates), phase),

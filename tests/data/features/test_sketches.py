@@ -15,6 +15,13 @@ def test_distinct_values_are_counted():
     assert merged.count() == pytest.approx(100_000, rel=0.05)
 
 
+@pytest.mark.parametrize("first", [0, 2**62, 2**63, 2**64 - 1000])
+def test_ids_that_differ_in_the_low_bits_count_apart(first):
+    # Upper bits of an ID are often a shard; as floats, these would be one value (findings/datasketches_*.sh).
+    ids = pa.array((first + k for k in range(1000)), pa.uint64())
+    assert Distinct.of(ids).count() == len(Counts.of(ids).values) == 1000
+
+
 def test_a_sample_does_not_depend_on_how_the_data_is_cut():
     data, rows = pa.table({"x": np.arange(5000)}), np.arange(5000)
     whole = RowSample.of(data, rows, 100)
