@@ -197,6 +197,21 @@ def test_a_trained_run_continues_on_a_stream(meshrec, follow, runs, tmp_path):
     assert "meshrec follow --resume" in errors
 
 
+def test_a_run_without_events_yet_is_exported_without_data_files(meshrec, tmp_path):
+    past = tmp_path / "past.parquet"
+    pq.write_table(events(5000, 800), past)
+    assert meshrec("train", FITTED, "--data.train", past, "--name", "past", "--quiet")[0] == 0
+    (tmp_path / "in").mkdir()
+    past.unlink()
+    idle = ("--from", "past", "--name", "idle", "--time", "ts", "--stop-when-idle", "0.2", "--quiet")
+    code, _, errors = meshrec("follow", FITTED, tmp_path / "in", *idle)
+    assert code == 0, errors
+    code, _, errors = meshrec("export", "idle", "--no-compile", "--out", tmp_path / "package")
+    assert code == 0, errors
+    types = [stored_columns(RunFolder(tmp_path / "runs" / name)) for name in ("past", "idle")]
+    assert types[0].equals(types[1])
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [

@@ -204,20 +204,26 @@ class StreamRun(RankRun):
         return JoinedStream(join, features, on_error=source.on_error, set_aside=aside)
 
     def _keep_columns(self, stream: Stream) -> Observer:
-        """Return an observer that stores the types of the stream's columns before every checkpoint."""
+        """Store the column types of the stream, and return an observer that does so before checkpoints."""
         for run in (self._job.warm_start, self._folder):
             if run is not None and (earlier := stored_columns(run)) is not None:
                 stream.column_types.add(earlier)
         stored = stored_columns(self._folder)
 
-        def observe(event: Event) -> None:
+        def store() -> None:
             """Store the types, if they have changed."""
             nonlocal stored
-            # A metrics line comes before every checkpoint.
-            if isinstance(event, Logged) and (schema := stream.column_types.schema) != stored:
+            if (schema := stream.column_types.schema) != stored:
                 store_columns(self._folder, schema)
                 stored = schema
 
+        def observe(event: Event) -> None:
+            """Store the types with a metrics line, which comes before every checkpoint with new records."""
+            if isinstance(event, Logged):
+                store()
+
+        # An earlier run's types are known before the first record, so that checkpoint 0 can be exported.
+        store()
         return observe
 
     def _epoch_samples(self) -> int:
