@@ -125,7 +125,7 @@ class Faults:
             index = int(bad.argmax())
             row = int(first_row[index]) if isinstance(first_row, np.ndarray) else first_row + index
             # Not str.format: names of files and columns may hold braces.
-            text = message.replace("{row}", str(row)) + f" ({rows_text(num)} of {len(bad)})"
+            text = message.replace("{row}", str(row)) + f" ({rows_text(num)} of {len(bad):,})"
             self.report(text, num, file, is_allowed=is_allowed, every_row=num == len(bad) > 1)
             valid &= ~bad
 
@@ -204,7 +204,7 @@ class RecordFaults(Faults):
             named = message.replace("row {row}", self.names[int(bad.argmax())])
             reason = message.replace("row {row} ", "")
             self.report_record(
-                reason, f"{named} ({rows_text(num)} of {len(bad)})", num, is_allowed=is_allowed
+                reason, f"{named} ({rows_text(num)} of {len(bad):,})", num, is_allowed=is_allowed
             )
             valid &= ~bad
 

@@ -416,7 +416,7 @@ def _ids(column: Column) -> ColumnChoice:
     """
     name, distinct = column.name, column.distinct
     per_value = column.num_rows * (1 - column.missing) / max(distinct, 1)
-    reason = f"{distinct:,} values, each in {per_value:,.{0 if per_value >= 10 else 1}f} rows"
+    reason = f"{distinct:,} values, each in {per_value:,.{0 if per_value >= 10 else 1}f} rows on average"
     reason += f", {column.missing:.1%} missing" if column.num_missing else ""
     reason += ", whole numbers as floats" if column.type in _FLOATS else ""
     warning = None

@@ -430,10 +430,11 @@ def test_a_binary_label_of_two_texts_is_encoded_as_0_and_1():
     assert samples.labels[[0, 1, 3]].tolist() == [1, 0, 1]
     assert samples.is_valid is not None
     assert samples.is_valid.tolist() == [True, True, False, True]
-    with pytest.raises(DataError, match=r"'no', 'yes'"):
-        features.fit([table]).encode(
-            pa.table({"y": ["maybe"], "item": [0]}), RowOrigin("f", 0), Faults("raise")
-        )
+    latin = pa.array([b"no", b"ma\xefs"]).view(pa.string())
+    for values, text in ((["yes", "maybe"], "'maybe'"), (latin, r"b'ma\\xefs'")):
+        rows = pa.table({"y": values, "item": [0, 1]})
+        with pytest.raises(DataError, match=rf"row 1 has the label {text}.*'no', 'yes'"):
+            features.fit([table]).encode(rows, RowOrigin("f", 0), Faults("raise"))
 
 
 def fitted(values, **options) -> Features:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrec.data.encoding import RowChecks
+from meshrec.data.faults import shown
 from meshrec.data.features.values import Kind, array_of, floats_of, hashes_of, is_missing, whole
 from meshrec.data.samples import Bools, Floats
 
@@ -155,11 +156,19 @@ class Label:
             # float32 represents integers exactly only up to 2^24.
             return (hashes_of(array) >> np.uint64(64 - _QUERY_BITS)).astype(np.float32)
         hits = self._hits(array)
-        problem = (
-            f"has a label that is none of {list(self.classes)}. Name it among the classes, or leave it out"
-        )
         is_class = np.asarray(hits.any(1))
-        checks.require(is_class, self.column, problem)
+        bad = checks.valid & ~is_class
+        if bad.any():
+            first = array[int(bad.argmax())]
+            try:
+                value = first.as_py()
+            except UnicodeDecodeError:
+                value = first.as_buffer().to_pybytes()
+            problem = (
+                f"has the label {shown(value)}, which is none of {list(self.classes)}. "
+                "Name it among the classes, or leave it out"
+            )
+            checks.require(is_class, self.column, problem)
         codes: Floats = hits.argmax(1).astype(np.float32)
         return codes
 
