@@ -354,7 +354,7 @@ def _drift(sizes: Sizes, folder: Path) -> tuple[dict[str, float], list[Bar]]:
         gaps.append(gap)
         figures |= aucs if number == 0 else {}
     figures |= {f"best AUC minus that of follow, drift {number}": gap for number, gap in enumerate(gaps)}
-    name = f"the same, mean of {len(gaps)}, {BATCH * sizes.after:,} events after the drift"
+    name = f"best AUC minus that of follow, {BATCH * sizes.after:,} events after a drift, mean of {len(gaps)}"
     return figures, [Bar(name, statistics.mean(gaps), 0.01, "", at_most=True)]
 
 
