@@ -48,7 +48,7 @@ class _Outcome(NamedTuple):
     """Number of process groups on the rank after the call. 0 if the function has destroyed the default group,
     or if the rank died."""
     error_type: str | None = None
-    """Name of the type of the error that the function raised, if any."""
+    """Name of the type of the error that the function raised, if any; "RuntimeError" for its subclasses."""
 
 
 # Modules imported once, before ranks fork. torch._dynamo is listed because an optimizer's first step imports
@@ -169,9 +169,9 @@ class RankPool:
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
         groups = [outcome.num_groups for outcome in outcomes.values()]
         # After a timeout, a late answer could be mistaken for the next call's. After an error on some ranks,
-        # or in a collective (gloo raises a RuntimeError), collectives of the next call could fail.
+        # or in a collective (a RuntimeError), collectives of the next call could fail.
         error_types = {outcome.error_type for outcome in outcomes.values()}
-        is_out_of_step = len(error_types) > 1 or error_types & {"CollectiveError", "RuntimeError"}
+        is_out_of_step = len(error_types) > 1 or "RuntimeError" in error_types
         if lost or is_out_of_step or min(groups) == 0 or max(groups) > _MAX_GROUPS:
             self._kill()
         else:
@@ -253,7 +253,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
                 result = getattr(_module(task, modules), task.name)(*task.args)
                 error, error_type = None, None
             except BaseException as raised:  # DCP's CheckpointException is not an Exception
-                result, error, error_type = None, traceback.format_exc(), type(raised).__name__
+                kind = RuntimeError if isinstance(raised, RuntimeError) else type(raised)
+                result, error, error_type = None, traceback.format_exc(), kind.__name__
             pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map), error_type))
     if dist.is_initialized():
         dist.destroy_process_group()
